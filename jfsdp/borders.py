@@ -1,0 +1,198 @@
+"""How values cross the border of a region: which split, which are copies, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jfsdp.mesh import DataParallelMesh, describe_mesh
+from jfsdp.units import is_array
+
+__all__ = ["Row", "input_specs", "is_key", "next_batch", "output_rows", "row_of_output"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A kind of result: the spec it leaves with, and whether copies are averaged."""
+
+    spec: PartitionSpec
+    mean: bool = False
+
+
+def is_key(value: Any) -> bool:
+    """Whether `value` is a typed PRNG key or an array of them."""
+    return is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def input_specs(
+    caller: str,
+    inputs: Sequence[tuple[str, Any]],
+    dp: DataParallelMesh,
+    asked: Mapping[str, PartitionSpec] | None,
+) -> tuple[list[PartitionSpec], int | None]:
+    """Decide how the arrays among a call's arguments enter the region.
+
+    Scalars and single keys are copied. Arrays split on dimension 0, which must be the same batch in
+    all of them and divide by the number of data-parallel devices. `asked` says otherwise by argument.
+
+    Args:
+        caller: the call, for messages.
+        inputs: (name, array) of every array; the name is the argument's, dotted into its pytree.
+        dp: the mesh and its data-parallel axes.
+        asked: `in_specs`: PartitionSpec by argument name or dotted path into it.
+
+    Returns:
+        A spec for each input, and the local batch size, None if nothing splits on dimension 0.
+
+    Raises:
+        TypeError: a value of `asked` is no PartitionSpec.
+        ValueError: batches differ, do not divide, or `asked` does not fit. All arguments at fault
+            are listed.
+    """
+    asked = _checked_asked(caller, inputs, dp, asked)
+    specs: list[PartitionSpec] = []
+    batches: dict[str, tuple[int, ...]] = {}
+    for name, array in inputs:
+        spec = _prefix_match(name, asked)
+        if spec is None and array.ndim:
+            spec = dp.batch_spec
+            batches[name] = tuple(array.shape)
+        specs.append(spec if spec is not None else PartitionSpec())
+    return specs, _local_batch(caller, batches, dp)
+
+
+def _local_batch(caller: str, batches: dict[str, tuple[int, ...]], dp: DataParallelMesh) -> int | None:
+    sizes = {shape[0] for shape in batches.values()}
+    listed = "\n".join(f"  {name}: shape {shape}" for name, shape in batches.items())
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{caller}: its arguments do not agree on the batch, the size of dimension 0:\n{listed}\n"
+            "Arguments that are no batch (positions, masks, tables) need in_specs, for example "
+            "jfsdp.shard(..., in_specs={'" + next(reversed(batches)) + "': PartitionSpec()}) for a copy "
+            "on every device."
+        )
+    if not sizes:
+        return None
+    (size,) = sizes
+    if size % dp.size:
+        raise ValueError(
+            f"{caller}: the batch is {size}, which does not divide over {dp.size} data-parallel devices "
+            f"({describe_mesh(dp.mesh)}):\n{listed}\n"
+            f"Use a batch of {next_batch(size, dp.size)}, or if this is no batch, say how it lies with "
+            "in_specs, for example jfsdp.shard(..., in_specs={'"
+            + next(iter(batches))
+            + "': PartitionSpec()}) for a copy on every device."
+        )
+    return size // dp.size
+
+
+def next_batch(size: int, parts: int) -> int:
+    """The next larger batch that divides into `parts`."""
+    return -(-size // parts) * parts
+
+
+def _prefix_match(name: str, asked: Mapping[str, PartitionSpec]) -> PartitionSpec | None:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        spec = asked.get(".".join(parts[:length]))
+        if spec is not None:
+            return spec
+    return None
+
+
+def _checked_asked(
+    caller: str, inputs: Sequence[tuple[str, Any]], dp: DataParallelMesh, asked: Any
+) -> Mapping[str, PartitionSpec]:
+    if asked is None:
+        return {}
+    if not isinstance(asked, Mapping):
+        raise TypeError(
+            "in_specs must be a dict of argument name (or dotted path into it) to PartitionSpec, got "
+            f"{asked!r}."
+        )
+    for key, spec in asked.items():
+        check_spec(f"in_specs[{key!r}]", spec, dp)
+        for name, array in inputs:
+            if name == key or name.startswith(f"{key}."):
+                _check_fits(f"{caller}: in_specs[{key!r}]", name, array, spec, dp)
+    return asked
+
+
+def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
+    """Check that `spec` is a PartitionSpec over data-parallel axes only.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it names another axis.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"{what} must be a jax.sharding.PartitionSpec, got {spec!r}.")
+    for axis in _axes(spec):
+        if axis not in dp.axes:
+            raise ValueError(
+                f"{what} = {spec} names the axis {axis!r}; only the data-parallel axes "
+                f"{list(dp.axes)} can be named, the others are left to XLA."
+            )
+
+
+def _check_fits(what: str, name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh) -> None:
+    if len(spec) > array.ndim:
+        raise ValueError(f"{what} = {spec} has more entries than {name} of shape {array.shape}.")
+    for dim, entry in enumerate(spec):
+        parts = dp.size_of(_axes((entry,)))
+        if array.shape[dim] % parts:
+            raise ValueError(
+                f"{what} = {spec}: dimension {dim} of {name} (shape {array.shape}) does not divide by "
+                f"{parts}."
+            )
+
+
+def _axes(spec: Iterable[Any]) -> tuple[str, ...]:
+    names = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return tuple(axis for entry in names for axis in entry)
+
+
+def output_rows(dp: DataParallelMesh, others: Iterable[PartitionSpec]) -> tuple[Row, ...]:
+    """All kinds of results that can leave: batches, means, copies, and those of other specs."""
+    copy = PartitionSpec()
+    rows = [Row(dp.batch_spec), Row(copy, mean=True), Row(copy)]
+    for spec in others:
+        rows += [Row(spec), Row(spec, mean=True)]
+    return tuple(dict.fromkeys(rows))
+
+
+def row_of_output(
+    caller: str, name: str, array: Any, local_batch: int | None, dp: DataParallelMesh, asked: Any
+) -> Row:
+    """Decide how one array of a call's result leaves the region.
+
+    Args:
+        caller: the call, for messages.
+        name: where the array stands in the result.
+        array: the local array.
+        local_batch: size of dimension 0 of the split inputs on one device, None without any.
+        dp: the mesh and its data-parallel axes.
+        asked: the PartitionSpec of `out_specs` for it, or None.
+
+    Raises:
+        ValueError: it is neither a batch nor a floating scalar, and `out_specs` does not say.
+    """
+    floating = jnp.issubdtype(array.dtype, jnp.inexact)
+    if asked is not None:
+        return Row(asked, mean=floating and asked != dp.batch_spec)
+    if array.ndim and array.shape[0] == local_batch:
+        return Row(dp.batch_spec)
+    if not array.ndim and floating:
+        return Row(PartitionSpec(), mean=True)
+    raise ValueError(
+        f"{caller}: its result{name} has shape {tuple(array.shape)} and dtype {array.dtype} on each of "
+        f"{dp.size} data-parallel devices, whose local batch is {local_batch}. It is neither a batch "
+        "(dimension 0 = local batch: concatenated) nor a floating scalar (averaged). Say what it is with "
+        f"jfsdp.shard(..., out_specs=...): PartitionSpec({', '.join(map(repr, dp.batch_spec))}) where "
+        "dimension 0 is split, PartitionSpec() where every device has the same value or its mean is meant."
+    )

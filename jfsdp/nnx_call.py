@@ -1,0 +1,364 @@
+"""What calling an NNX unit does: open the region, gather, call the user's forward."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jfsdp import region as regions
+from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
+from jfsdp.nnx_tree import owned, placement_of, unit_of, walk
+from jfsdp.units import Shard, Unit, cast_floating, is_array
+from jfsdp.unshard import refuse_gathered, unshard
+
+__all__ = ["call_unit"]
+
+_inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
+"""Whether the code being traced was called by a unit's forward."""
+
+
+def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a method of a unit: through a region in the global view, here in the per-device view."""
+    unit = unit_of(module)
+    assert unit is not None
+    call = _Call(module, method, args, kwargs)
+    if regions.in_per_device_view(unit.dp):
+        return _call_here(call, unit)
+    return _call_in_region(call, unit)
+
+
+class _Call:
+    """One call of a unit, as a function of arrays.
+
+    The module and its arguments are split into structure and arrays, and merged again inside every
+    function that jax traces: a Variable may only change at the trace level it was made at.
+    """
+
+    def __init__(self, module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]):
+        self.method = method
+        self.name = f"{type(module).__name__.removeprefix('FSDP')}.{method.__name__}"
+        self.objects = (module, args, kwargs)
+        self.graphdef, self.state = nnx.split(self.objects, graph=True)
+        self.leaves, self._treedef = jax.tree.flatten(self.state)
+
+    def trace(
+        self,
+        leaves: Sequence[Any],
+        prepare: Callable[..., None],
+        invoke: Callable[..., Any],
+    ) -> tuple[list[tuple[str, Any]], list[tuple[nnx.Variable, Any]]]:
+        """Run the call on `leaves`.
+
+        Args:
+            leaves: arrays in place of `self.leaves`.
+            prepare: changes the merged (module, args, kwargs) before the forward.
+            invoke: calls the forward on them.
+
+        Returns:
+            The arrays of the result with their places in it, and the arrays of changed state with the
+            Variables that hold them.
+        """
+        objects = nnx.merge(self.graphdef, jax.tree.unflatten(self._treedef, leaves))
+        prepare(*objects)
+        before = dict(_variables(objects))
+        values = {path: v.get_raw_value() for path, v in before.items()}
+        structure = nnx.graphdef(objects, graph=True)
+        result = invoke(*objects)
+        self._check_structure(before, structure, objects)
+
+        flat, self._result = jax.tree_util.tree_flatten_with_path(result)
+        self._constants = [_ARRAY if is_array(x) else x for _, x in flat]
+        self._changed = [
+            path
+            for path, v in before.items()
+            if v.get_raw_value() is not values[path] and not _leaves_as_it_came(v)
+        ]
+        changed = [(before[p], jax.tree.leaves(before[p].get_raw_value())) for p in self._changed]
+        arrays = [(jax.tree_util.keystr(path), x) for path, x in flat if is_array(x)]
+        return arrays, [(variable, x) for variable, xs in changed for x in xs]
+
+    def finish(self, arrays: Sequence[Any], states: Sequence[Any]) -> Any:
+        """Write changed state to the caller's own Variables and rebuild the result."""
+        variables, remaining = dict(_variables(self.objects)), iter(states)
+        for path in self._changed:
+            treedef = jax.tree.structure(variables[path].get_raw_value())
+            value = jax.tree.unflatten(treedef, itertools.islice(remaining, treedef.num_leaves))
+            variables[path].set_raw_value(value)
+        values = iter(arrays)
+        leaves = [next(values) if x is _ARRAY else x for x in self._constants]
+        return jax.tree.unflatten(self._result, leaves)
+
+    def spread_over_result(self, out_specs: Any) -> list[PartitionSpec | None]:
+        """The spec that `out_specs`, a prefix of the result, has for each array of it."""
+        result = jax.tree.unflatten(self._result, self._constants)
+        try:
+            specs = jax.tree.broadcast(out_specs, result, is_leaf=_is_spec)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name}: out_specs={out_specs!r} is no prefix of the result, whose structure is "
+                f"{self._result}."
+            ) from error
+        flat = jax.tree.leaves(specs, is_leaf=_is_spec)
+        return [spec for spec, x in zip(flat, self._constants, strict=True) if x is _ARRAY]
+
+    def _check_structure(self, before: dict[str, Any], structure: Any, objects: Any) -> None:
+        if nnx.graphdef(objects, graph=True) == structure:
+            return
+        after = dict(_variables(objects))
+        new = [f"  {path}: {type(after[path]).__name__}" for path in after.keys() - before.keys()]
+        gone = [f"  {path}: {type(before[path]).__name__}" for path in before.keys() - after.keys()]
+        what = (
+            f"creates Variables:\n{chr(10).join(sorted(new))}"
+            if new
+            else f"removes Variables:\n{chr(10).join(sorted(gone))}"
+            if gone
+            else "changes a plain attribute of a module (a counter, a flag)."
+        )
+        raise ValueError(
+            f"{self.name} is called through a region of jfsdp and {what}\n"
+            "State that a forward changes must exist before the call, as an nnx.Variable whose value it "
+            "replaces: create it in __init__, or return it (for sown values: out_specs)."
+        )
+
+
+_ARRAY = object()
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _variables(tree: Any) -> list[tuple[str, nnx.Variable]]:
+    return [(path, node) for path, node in walk(tree) if isinstance(node, nnx.Variable)]
+
+
+def _leaves_as_it_came(variable: nnx.Variable) -> bool:
+    # nnx.remat and friends hand every Variable back as a new tracer, changed or not.
+    return placement_of(variable) is not None or isinstance(variable, nnx.RngKey)
+
+
+# --------------------------------------------------------------------------------------------------
+# In the per-device view
+
+
+def _call_here(call: _Call, unit: Unit) -> Any:
+    is_root = not _inside.get()
+    shards, wholes = _gathered_types(call, unit, is_root)
+
+    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
+        if is_root:
+            _hide_shards((module, args, kwargs))
+        _gather(call.name, module, unit)
+
+    def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
+        policy = unit.mp_policy
+        if policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype, is_leaf=_is_node)
+        token = _inside.set(True)
+        try:
+            result = call.method(module, *args, **kwargs)
+        finally:
+            _inside.reset(token)
+        return cast_floating(result, policy.output_dtype)
+
+    def body(leaves: Sequence[Any]) -> regions.Rows:
+        arrays, states = call.trace(leaves, prepare, invoke)
+        return [x for _, x in arrays], [x for _, x in states]
+
+    if shards and unit.reshards(is_root):
+        run = jax.checkpoint(
+            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
+        )
+    else:
+        run = body
+    return call.finish(*run(call.leaves))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _hide_shards(tree: Any) -> None:
+    for _, variable in _variables(tree):
+        placement = placement_of(variable)
+        if placement is not None:
+            variable.set_raw_value(Shard(variable.get_raw_value(), placement))
+
+
+def _gather(caller: str, module: Any, unit: Unit) -> None:
+    strangers = []
+    for path, variable in owned(module).items():
+        value = variable.get_raw_value()
+        if isinstance(value, Shard):
+            how = unit.gathering(value.placement, value.array)
+            variable.set_raw_value(unshard(value.array, how))
+        elif isinstance(variable, nnx.Param) and placement_of(variable) is None:
+            strangers.append(f"  {path}: shape {tuple(value.shape)}, dtype {value.dtype}")
+    if strangers:
+        raise ValueError(
+            f"{caller}: these parameters were added after jfsdp.shard and are not sharded:\n"
+            + "\n".join(strangers)
+            + "\nAdd them first and shard the model afterwards."
+        )
+
+
+def _gathered_types(call: _Call, unit: Unit, is_root: bool) -> tuple[list[Any], list[Any]]:
+    """The shards that this call will gather, and the shapes and dtypes they will have then."""
+    shards, wholes = [], []
+    for variable in owned(call.objects[0]).values():
+        value, placement = variable.get_raw_value(), placement_of(variable)
+        if placement is None or not (is_root or isinstance(value, Shard)):
+            continue
+        shard = value.array if isinstance(value, Shard) else value
+        how = unit.gathering(placement, shard)
+        shape = list(shard.shape)
+        for dim, axes in how.dims:
+            shape[dim] *= unit.dp.size_of(axes)
+        if how.dims:
+            shards.append(shard)
+            wholes.append(jax.ShapeDtypeStruct(tuple(shape), how.param_dtype))
+    return shards, wholes
+
+
+# --------------------------------------------------------------------------------------------------
+# In the global view
+
+
+def _call_in_region(call: _Call, unit: Unit) -> Any:
+    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
+    dp = unit.dp
+    others = [*_specs_in(unit.out_specs), *(unit.state_specs or {}).values()]
+    region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
+    order: list[tuple[int, int]] = []
+    counts: list[int] = []
+    global_statistics: set[int] = set()
+
+    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
+        for _, node in walk((module, args, kwargs)):
+            if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+                node.axis_name = dp.axes
+                global_statistics.update((id(node.mean), id(node.var)))
+
+    def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
+        return _call_here(_Call(module, call.method, args, kwargs), unit)
+
+    def body(leaves: Sequence[jax.Array]) -> regions.Rows:
+        folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
+        arrays, states = call.trace(folded, prepare, invoke)
+        asked = call.spread_over_result(unit.out_specs)
+        kinds = [
+            row_of_output(call.name, name, x, local_batch, dp, spec)
+            for (name, x), spec in zip(arrays, asked, strict=True)
+        ]
+        kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
+        rows: regions.Rows = tuple([] for _ in region.rows)
+        order.clear()
+        for kind, (_, value) in zip(kinds, [*arrays, *states], strict=True):
+            index = region.rows.index(kind)
+            order.append((index, len(rows[index])))
+            rows[index].append(value)
+        counts[:] = [len(arrays)]
+        return rows
+
+    rows = regions.call(body, call.leaves, region)
+    values = [rows[row][column] for row, column in order]
+    return call.finish(values[: counts[0]], values[counts[0] :])
+
+
+def _leaf_specs(
+    call: _Call, unit: Unit
+) -> tuple[list[PartitionSpec], list[bool], list[bool], int | None]:
+    """For each leaf its spec, whether the unit reduces its gradient, whether it is a key to fold."""
+    items, _ = jax.tree_util.tree_flatten_with_path(
+        call.state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    names = _argument_names(call)
+    inputs = {
+        index: (_argument_path(names, path), leaf)
+        for index, (path, leaf) in enumerate(items)
+        if not isinstance(leaf, nnx.Variable) and _key(path[0]) != 0
+    }
+    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, unit.in_specs)
+    spec_of_input = dict(zip(inputs, given, strict=True))
+    specs, reduced, keys = [], [], []
+    for index, (_, leaf) in enumerate(items):
+        variable = leaf if isinstance(leaf, nnx.Variable) else None
+        placement = placement_of(variable) if variable is not None else None
+        if placement is not None:
+            spec = placement.manual_spec()
+        elif variable is not None:
+            spec = _state_spec(variable, unit) or PartitionSpec()
+        else:
+            spec = spec_of_input.get(index, PartitionSpec())
+        arrays = jax.tree.leaves(leaf)
+        specs += [spec] * len(arrays)
+        reduced += [placement is not None] * len(arrays)
+        # A key that all devices share would give every shard the same dropout mask.
+        folds = isinstance(variable, nnx.RngKey) or (index in inputs and is_key(leaf))
+        keys += [folds and not any(spec)] * len(arrays)
+    return specs, reduced, keys, local_batch
+
+
+def _argument_names(call: _Call) -> list[str]:
+    """Names of the positional arguments, in order."""
+    args = call.objects[1]
+    try:
+        parameters = list(inspect.signature(call.method).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*names, *(f"args[{i}]" for i in range(len(names), len(args)))]
+
+
+def _argument_path(names: list[str], path: tuple) -> str:
+    where, *rest = (_key(key) for key in path)
+    first = names[rest[0]] if where == 1 else rest[0]
+    return ".".join(map(str, (first, *rest[1:])))
+
+
+def _key(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+
+
+def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
+    for kind, spec in (unit.state_specs or {}).items():
+        if isinstance(variable, kind):
+            return spec
+    return None
+
+
+def _fold(key: jax.Array, dp: Any) -> jax.Array:
+    index = jax.lax.axis_index(dp.axes)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim if is_key(key) else key.ndim - 1):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
+
+
+def _specs_in(tree: Any) -> list[PartitionSpec]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return [s for s in leaves if isinstance(s, PartitionSpec)]
+
+
+def _row_of_state(call: _Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
+    asked = _state_spec(variable, unit)
+    if asked is not None:
+        return Row(asked)
+    if same or isinstance(variable, nnx.RngCount):
+        return Row(PartitionSpec())
+    if isinstance(variable, nnx.BatchStat):
+        return Row(PartitionSpec(), mean=True)
+    raise ValueError(
+        f"{call.name} changes state of the type {type(variable).__name__} (shape "
+        f"{tuple(variable.shape)}), and jfsdp cannot know how it lies on the data-parallel devices. Say "
+        f"so with jfsdp.shard(..., state_specs={{{type(variable).__name__}: PartitionSpec(...)}}): "
+        "the data-parallel axes where dimension 0 is the batch, PartitionSpec() where every device "
+        "computes the same value."
+    )

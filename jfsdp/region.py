@@ -1,0 +1,268 @@
+"""The `shard_map` that a root call opens in the global view, and the differentiation it owns.
+
+Differentiating *through* a `shard_map(check_vma=False)` adds a psum over every axis that an input's
+spec does not mention, so an HSDP gradient comes out R times too large; `check_vma=True` rejects
+ordinary user code. So nothing differentiates through: one `custom_vjp` runs `jax.vjp` inside its
+forward region, hands the residuals over as arrays, and calls it in its backward region.
+
+The same is done, without a `shard_map`, round each unit that is gathered again in the backward pass:
+a remat policy of ours over code that holds the user's own remat would overrule the user's. Once the
+code has been differentiated inside, it cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jfsdp.borders import Row
+from jfsdp.mesh import DataParallelMesh
+from jfsdp.unshard import keep_recomputed_gathers
+
+__all__ = ["Region", "call", "call_here", "in_per_device_view"]
+
+Rows = tuple[list[Any], ...]
+"""Results by how they leave the region: one list for each of `Region.rows`."""
+
+Body = Callable[[Sequence[jax.Array]], Rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The data-parallel axes that become manual, and what crosses the border how.
+
+    Attributes:
+        dp: the mesh and its data-parallel axes.
+        in_specs: for each leaf, the data-parallel part of its spec.
+        reduced: for each leaf, whether the body itself reduces its gradient over the axes that its
+            spec leaves out (parameters); otherwise the region sums it.
+        rows: the kinds of results, in the order in which the body lists them.
+    """
+
+    dp: DataParallelMesh
+    in_specs: tuple[PartitionSpec, ...]
+    reduced: tuple[bool, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def out_specs(self) -> tuple[PartitionSpec, ...]:
+        """The spec of each row."""
+        return tuple(row.spec for row in self.rows)
+
+    def map(self, function: Callable[[Any], Any], in_specs: Any, out_specs: Any) -> Callable:
+        """`function` in the per-device view."""
+        context = jax.sharding.get_abstract_mesh()
+        mesh = self.dp.mesh if context.empty else context
+        mapped = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(in_specs,),
+            out_specs=out_specs,
+            axis_names=set(self.dp.axes),
+            check_vma=False,
+        )
+
+        def call(values: Any) -> Any:
+            return mapped(_move(values, in_specs, mesh, self.dp) if self.dp.explicit else values)
+
+        return jax.jit(call, inline=True)  # outside of jit, XLA still gets one program
+
+    def copies(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """The data-parallel axes larger than 1 over which `spec` holds copies."""
+        named = {axis for entry in spec for axis in _axes(entry)}
+        return tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in named)
+
+
+def in_per_device_view(dp: DataParallelMesh) -> bool:
+    """Whether the code that is being traced already runs per device over all data-parallel axes.
+
+    Raises:
+        ValueError: it does over some of them only.
+    """
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    axes = dp.larger_than_one(dp.axes)
+    inside = [axis for axis in axes if axis in manual]
+    if inside and len(inside) < len(axes):
+        raise ValueError(
+            f"a sharded module is called inside a shard_map over {inside}, but its data-parallel axes "
+            f"are {list(axes)}: map over all of them or over none."
+        )
+    return len(inside) == len(axes)
+
+
+def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
+    """Call `body` in the per-device view, its differentiation inside.
+
+    Args:
+        body: takes the local leaves and returns one list of local results for each row. A result
+            whose spec leaves out data-parallel axes and is not averaged must be the same on all
+            their devices.
+        leaves: global arrays of any dtype, one for each in_spec.
+        region: the axes and specs.
+
+    Returns:
+        The results as global arrays.
+
+    Cost: none of its own; residuals stay on the device that made them. Reverse mode only.
+    """
+
+    # The mean is taken outside of what is differentiated: the transpose of a pmean with check_vma=False
+    # is not the pmean of the cotangents' shares but their sum.
+    def averaged(rows: Rows) -> Rows:
+        return tuple(
+            [jax.lax.pmean(x, region.copies(kind.spec)) for x in row] if kind.mean else row
+            for kind, row in zip(region.rows, rows, strict=True)
+        )
+
+    def run(values: Sequence[jax.Array]) -> Rows:
+        def local(values: Sequence[jax.Array]) -> Rows:
+            return averaged(body(values))
+
+        return region.map(local, list(region.in_specs), region.out_specs)(list(values))
+
+    def record(values: Sequence[jax.Array], tape: _Tape) -> tuple[Rows, list[jax.Array]]:
+        def local(values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
+            rows, residuals = tape.record(body, values)
+            return averaged(rows), [r[None] for r in residuals]
+
+        out_specs = (region.out_specs, region.dp.batch_spec)
+        return region.map(local, list(region.in_specs), out_specs)(list(values))
+
+    def replay(residuals: list[jax.Array], rows: Rows, tape: _Tape) -> list[jax.Array]:
+        def local(kept: tuple[list[jax.Array], Rows]) -> list[jax.Array]:
+            shares = tuple(
+                [c / region.dp.size_of(region.copies(spec)) for c in row]
+                for spec, row in zip(region.out_specs, kept[1], strict=True)
+            )
+            gradients = tape.replay([r[0] for r in kept[0]], shares)
+            return [summed(i, g) for i, g in zip(tape.wanted, gradients, strict=True)]
+
+        def summed(index: int, gradient: jax.Array) -> jax.Array:
+            axes = () if region.reduced[index] else region.copies(region.in_specs[index])
+            return jax.lax.psum(gradient, axes) if axes else gradient
+
+        in_specs = (region.dp.batch_spec, region.out_specs)
+        out_specs = [region.in_specs[index] for index in tape.wanted]
+        return region.map(local, in_specs, out_specs)((residuals, rows))
+
+    return _differentiated_inside(run, record, replay, leaves)
+
+
+def call_here(body: Body, leaves: Sequence[jax.Array]) -> Rows:
+    """Call `body` where we are, its differentiation inside. See `call`."""
+
+    def record(values: Sequence[jax.Array], tape: _Tape) -> tuple[Rows, list[jax.Array]]:
+        return tape.record(body, values)
+
+    def replay(residuals: list[jax.Array], rows: Rows, tape: _Tape) -> list[jax.Array]:
+        return tape.replay(residuals, rows)
+
+    return _differentiated_inside(body, record, replay, leaves)
+
+
+def _differentiated_inside(
+    run: Callable[..., Rows],
+    record: Callable[..., tuple[Rows, list[jax.Array]]],
+    replay: Callable[..., list[jax.Array]],
+    leaves: Sequence[jax.Array],
+) -> Rows:
+    @jax.custom_vjp
+    def function(*values: jax.Array) -> Rows:
+        return run(values)
+
+    def forward(*primals: Any) -> tuple[Rows, Any]:
+        values = [primal.value for primal in primals]
+        # Symbolic zeros tell which leaves are differentiated: a frozen one costs no reduction.
+        wanted = [i for i, p in enumerate(primals) if p.perturbed and _is_floating(p.value)]
+        tape = _Tape(wanted)
+        rows, residuals = record(values, tape)
+        return rows, (tape, residuals)
+
+    def backward(kept: tuple[_Tape, list[jax.Array]], cotangents: Rows) -> tuple[Any, ...]:
+        tape, residuals = kept
+        tape.present = tuple([_is_cotangent(c) for c in row] for row in cotangents)
+        present = tuple([c for c in row if _is_cotangent(c)] for row in cotangents)
+        gradients = dict(zip(tape.wanted, replay(residuals, present, tape), strict=True))
+        return tuple(gradients.get(index) for index in range(len(leaves)))
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function(*leaves)
+
+
+@jax.tree_util.register_static
+class _Tape:
+    """What the forward pass knows at trace time and the backward pass needs."""
+
+    def __init__(self, wanted: list[int]):
+        self.wanted = wanted
+        """Which leaves are differentiated."""
+        self.present: tuple[list[bool], ...] = ()
+        """Which results have a cotangent that is not known to be zero."""
+
+    def record(self, body: Body, values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
+        """Run the body forward; return its results and what the backward pass needs."""
+
+        def function(wanted: list[jax.Array]) -> tuple[Rows, Rows]:
+            merged = dict(zip(self.wanted, wanted, strict=True))
+            rows = body([merged.get(index, value) for index, value in enumerate(values)])
+            floating = tuple([x if _is_floating(x) else None for x in row] for row in rows)
+            return floating, tuple([None if _is_floating(x) else x for x in row] for row in rows)
+
+        wanted = [values[index] for index in self.wanted]
+        floating, pullback, others = jax.vjp(function, wanted, has_aux=True)
+        self._types = tuple([None if x is None else jax.typeof(x) for x in row] for row in floating)
+        residuals, self._pullback = jax.tree.flatten(pullback)
+        rows = tuple(
+            [other if x is None else x for x, other in zip(*pair, strict=True)]
+            for pair in zip(floating, others, strict=True)
+        )
+        return rows, residuals
+
+    def replay(self, residuals: list[jax.Array], present: Rows) -> list[jax.Array]:
+        """Run the backward pass; `present` has the cotangents that are not known to be zero."""
+        cotangents = []
+        for types, known, row in zip(self._types, self.present, present, strict=True):
+            values = iter(row)
+            cotangents.append([
+                None if t is None else next(values) if is_known else jnp.zeros(t.shape, t.dtype)
+                for t, is_known in zip(types, known, strict=True)
+            ])  # fmt: skip
+        with keep_recomputed_gathers():
+            (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
+        return gradients
+
+
+def _is_floating(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _is_cotangent(value: Any) -> bool:
+    return not isinstance(value, SymbolicZero) and value.dtype != jax.dtypes.float0
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _move(values: Any, specs: Any, mesh: Any, dp: DataParallelMesh) -> Any:
+    """On Explicit axes an array must already lie as the region takes it; on Auto ones XLA moves it."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def move(value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        typed = jax.typeof(value).sharding.spec
+        entries = []
+        for dim in range(value.ndim):
+            ours = _axes(spec[dim]) if dim < len(spec) else ()
+            theirs = _axes(typed[dim]) if dim < len(typed) else ()
+            axes = [a for a in ours if types[a] == AxisType.Explicit]
+            entries.append(tuple(axes + [a for a in theirs if a not in dp.axes]) or None)
+        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    spread = jax.tree.broadcast(specs, values, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.tree.map(move, values, spread)

@@ -1,0 +1,223 @@
+"""What a unit is: the settings of one `shard` call, and how they apply to a leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.comm import AllGather, ReduceScatter
+from jfsdp.mesh import DataParallelMesh
+from jfsdp.placement import Placement
+from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from jfsdp.unshard import Gathering
+
+__all__ = ["Shard", "Unit", "cast_floating", "matcher", "validate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The settings that one `shard` call gives to its module.
+
+    Attributes:
+        dp: the mesh and its data-parallel axes.
+        mp_policy: dtypes.
+        reshard_after_forward: True, False, or None: True unless this unit is the root of the call.
+        all_gather: the user's collective, or None for XLA's.
+        reduce_scatter: the user's collective, or None for XLA's.
+        partitioning: "manual" or "auto".
+        in_specs: the data-parallel specs of arguments that do not split on dimension 0.
+        out_specs: the data-parallel specs of results that are not batches.
+        state_specs: the data-parallel specs of non-parameter state, by Variable type.
+    """
+
+    dp: DataParallelMesh
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    partitioning: str = "manual"
+    in_specs: Any = None
+    out_specs: Any = None
+    state_specs: Any = None
+
+    def reshards(self, is_root: bool) -> bool:
+        """Whether gathered weights are dropped after the forward and gathered again."""
+        return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def gathering(self, placement: Placement, shard: jax.Array) -> Gathering:
+        """How this unit gathers the leaf `shard` and reduces its gradient."""
+        floating = jnp.issubdtype(shard.dtype, jnp.floating)
+        policy = self.mp_policy
+        sharded = {axis for _, axes in placement.dims for axis in axes}
+        return Gathering(
+            path=placement.path,
+            dtype=shard.dtype,
+            dims=placement.dims_at_rank(shard.ndim),
+            summed_axes=tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in sharded),
+            param_dtype=(policy.param_dtype if floating else None) or shard.dtype,
+            reduce_dtype=(policy.reduce_dtype if floating else None) or shard.dtype,
+            all_gather=self.all_gather,
+            reduce_scatter=self.reduce_scatter,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What a sharded parameter holds inside a region while its unit is not being called.
+
+    Computing with it would silently use 1/F of the weight, so it is no array and says what to do.
+    """
+
+    array: jax.Array
+    placement: Placement = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.placement.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the whole parameter."""
+        return len(self.placement.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Storage dtype."""
+        return self.placement.dtype
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(self._text())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TypeError(self._text())
+
+    def _text(self) -> str:
+        return (
+            f"{self.placement.path} (shape {self.placement.shape}) is used while it is sharded: it "
+            "belongs to a unit that is not being called. Either\n"
+            "  1. call that module's forward instead of reading its parameter, or\n"
+            "  2. if another of its methods uses it, jfsdp.register_forward_method(module, name), or\n"
+            "  3. leave the module out of `units`, so that the caller's unit gathers it."
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(self._text())
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __getitem__ = __neg__ = _refuse
+
+
+def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Cast the real floating arrays of `tree` to `dtype`; None casts nothing.
+
+    What `is_leaf` holds for is passed over as it is, arrays inside it included.
+    """
+    if dtype is None:
+        return tree
+
+    def cast(leaf: Any) -> Any:
+        if is_leaf is not None and is_leaf(leaf):
+            return leaf
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(leaf, dtype)
+        return leaf
+
+    return jax.tree.map(cast, tree, is_leaf=is_leaf)
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array (numpy's included), not a Python scalar or anything else."""
+    return hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "ndim")
+
+
+def validate(
+    *,
+    mp_policy: Any,
+    offload_policy: Any,
+    reshard_after_forward: Any,
+    all_gather: Any,
+    reduce_scatter: Any,
+    partitioning: Any,
+) -> None:
+    """Check the arguments of `shard` that need no module.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an unknown partitioning, or one that cannot keep what another argument promises.
+        NotImplementedError: offload, and resharding to an inner axis, are not in this version.
+    """
+    _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    _check_type("offload_policy", offload_policy, OffloadPolicy)
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError(
+            "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp; it is "
+            "refused rather than ignored. Pass OffloadPolicy()."
+        )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        if isinstance(reshard_after_forward, int | str | tuple):
+            raise NotImplementedError(
+                f"reshard_after_forward={reshard_after_forward!r}: keeping a shard over some axes only "
+                "is not implemented in this version of jfsdp. Pass True, False or None."
+            )
+        raise TypeError(
+            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}."
+        )
+    if all_gather is not None:
+        _check_type("all_gather", all_gather, AllGather)
+    if reduce_scatter is not None:
+        _check_type("reduce_scatter", reduce_scatter, ReduceScatter)
+    if partitioning not in ("manual", "auto"):
+        raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
+
+
+def _check_type(name: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a jfsdp.{wanted.__name__}, got {value!r}.")
+
+
+Selector = type | str | Callable[[str, Any], bool]
+
+
+def matcher(selectors: Selector | Iterable[Selector]) -> list[tuple[Selector, Callable[[str, Any], bool]]]:
+    """Turn `units=` into predicates over (path, module).
+
+    Args:
+        selectors: a module class, a glob over dotted paths, a predicate, or several of them.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(selectors, type | str) or callable(selectors):
+        selectors = (selectors,)
+    return [(selector, _predicate(selector)) for selector in selectors]
+
+
+def _predicate(selector: Any) -> Callable[[str, Any], bool]:
+    if isinstance(selector, type):
+        return lambda path, module: isinstance(module, selector)
+    if isinstance(selector, str):
+        return lambda path, module: _glob(path.split("."), selector.split("."))
+    if callable(selector):
+        return selector
+    raise TypeError(
+        "units takes a module class, a glob over paths such as 'blocks.*', a predicate "
+        f"f(path, module) -> bool, or several of them, got {selector!r}."
+    )
+
+
+def _glob(parts: list[str], pattern: list[str]) -> bool:
+    """Whether a dotted path matches: "*" within one name, "**" over any number of names."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_glob(parts[skip:], pattern[1:]) for skip in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _glob(parts[1:], pattern[1:])

@@ -1,0 +1,215 @@
+"""The one primitive: a shard in storage dtype becomes the whole weight in compute dtype.
+
+Its transpose turns the whole local gradient into this device's shard of the reduced one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.comm import AllGather, Comm, ReduceScatter
+
+__all__ = ["Gathering", "keep_recomputed_gathers", "refuse_gathered", "unshard"]
+
+Dims = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """How one leaf is gathered and its gradient reduced.
+
+    Attributes:
+        path: for messages.
+        dtype: storage dtype.
+        dims: the sharded dimensions of the array at hand and their mesh axes.
+        summed_axes: further axes that the gradient is summed over: the replicate axes, and for a
+            replicated leaf all data-parallel axes.
+        param_dtype: dtype of the gather and of the whole weight.
+        reduce_dtype: dtype of the reductions.
+        all_gather: the user's collective, or None for XLA's.
+        reduce_scatter: the user's collective, or None for XLA's.
+    """
+
+    path: str
+    dtype: Any
+    dims: Dims
+    summed_axes: tuple[str, ...]
+    param_dtype: Any
+    reduce_dtype: Any
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+
+def unshard(shard: jax.Array, how: Gathering) -> jax.Array:
+    """Cast `shard` to the compute dtype and gather the whole weight.
+
+    The gradient is cast to `reduce_dtype`, reduce-scattered, summed over `summed_axes`, and cast to
+    the storage dtype, in this order. Call it in the per-device view over the axes of `how`.
+
+    Args:
+        shard: this device's shard in storage dtype. What is not floating has no gradient.
+        how: the leaf's dimensions, axes, dtypes and collectives.
+
+    Returns:
+        The whole weight in `how.param_dtype`.
+
+    Cost: receives (F - 1)/F of the weight in `param_dtype`; the transpose (F - 1)/F of the gradient
+    in `reduce_dtype`, and 2 (R - 1)/R of the gradient's shard over R replicas.
+    """
+    if not jnp.issubdtype(shard.dtype, jnp.inexact):
+        return _gather(how, shard)
+    return _unshard(how, shard)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unshard(how: Gathering, shard: jax.Array) -> jax.Array:
+    return _gather(how, shard)
+
+
+def _unshard_forward(how: Gathering, shard: jax.Array) -> tuple[jax.Array, None]:
+    return _opaque_gather(how, shard), None
+
+
+def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    gradient = gradient.astype(how.reduce_dtype)
+    for dim, axes in reversed(how.dims):
+        if how.reduce_scatter is None:
+            gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        else:
+            gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
+    if how.summed_axes:
+        gradient = jax.lax.psum(gradient, how.summed_axes)
+    return (gradient.astype(how.dtype),)
+
+
+_unshard.defvjp(_unshard_forward, _unshard_backward)
+
+
+# Never differentiated: it makes cast and gather, the user's own gather included, one equation of one
+# operand that a remat policy sees and can refuse as a whole.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _opaque_gather(how: Gathering, shard: jax.Array) -> jax.Array:
+    return _gather(how, shard)
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise AssertionError("the gradient of a gather is taken by _unshard alone")
+
+
+_opaque_gather.defvjp(_no_gradient, _no_gradient)
+
+
+def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
+    whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
+    for dim, axes in how.dims:
+        if how.all_gather is None:
+            whole = jax.lax.all_gather(whole, axes, axis=dim, tiled=True)
+        else:
+            whole = _all_gather_by(how.all_gather, whole, dim, axes, how.path)
+    return whole
+
+
+def _all_gather_by(
+    comm: AllGather, shard: jax.Array, dim: int, axes: tuple[str, ...], path: str
+) -> jax.Array:
+    moved = jnp.moveaxis(shard, dim, 0)
+    size = (moved.shape[0] * jax.lax.axis_size(axes), *moved.shape[1:])
+    output = _allocate(comm, size, moved.dtype, path)
+    result = comm(output, moved, axes)
+    return jnp.moveaxis(_checked(comm, result, output, path), 0, dim)
+
+
+def _reduce_scatter_by(
+    comm: ReduceScatter, gradient: jax.Array, dim: int, axes: tuple[str, ...], path: str
+) -> jax.Array:
+    moved = jnp.moveaxis(gradient, dim, 0)
+    size = (moved.shape[0] // jax.lax.axis_size(axes), *moved.shape[1:])
+    output = _allocate(comm, size, moved.dtype, path)
+    result = comm(output, moved, axes, "sum")
+    return jnp.moveaxis(_checked(comm, result, output, path), 0, dim)
+
+
+def _allocate(comm: Comm, size: tuple[int, ...], dtype: Any, path: str) -> jax.ShapeDtypeStruct:
+    output = comm.allocate(size, dtype=dtype, device=None)
+    if getattr(output, "shape", None) != size or getattr(output, "dtype", None) != dtype:
+        raise ValueError(
+            f"{path}: {type(comm).__name__}.allocate({size}, dtype={dtype}) must return a "
+            f"jax.ShapeDtypeStruct of that shape and dtype, got {output!r}."
+        )
+    return output
+
+
+def _checked(comm: Comm, result: Any, output: jax.ShapeDtypeStruct, path: str) -> jax.Array:
+    got = (getattr(result, "shape", None), getattr(result, "dtype", None))
+    if got != (output.shape, output.dtype):
+        raise ValueError(
+            f"{path}: {type(comm).__name__} must return an array of shape {output.shape} and dtype "
+            f"{output.dtype}, got {got[0]} and {got[1]}. It gets one leaf at a time, the sharded "
+            "dimension first."
+        )
+    return result
+
+
+_recomputing: contextvars.ContextVar[bool] = contextvars.ContextVar("recomputing", default=False)
+
+
+@contextlib.contextmanager
+def keep_recomputed_gathers() -> Iterator[None]:
+    """While a backward pass is traced: let `refuse_gathered` save everything.
+
+    A user's remat round a unit runs the unit's forward, gather included, again in the backward
+    pass. That gather serves the gradients too; refusing to save it there would make it three
+    gathers a step instead of two.
+    """
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
+_RESHAPES = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims name optimization_barrier "
+    "reduce_precision reshape rev slice split squeeze transpose".split()
+)
+
+
+def refuse_gathered(shards: Iterable[Any], wholes: Iterable[Any]) -> Callable[..., bool]:
+    """A `jax.checkpoint` policy that saves everything but gathered weights.
+
+    Refused are the gathers of these shards, and what merely reshapes, transposes, slices or casts an
+    array of a gathered weight's shape and dtype: saving the kernel that `einsum` has transposed would
+    keep the whole weight alive just as well. An activation of the very same shape and dtype costs at
+    most such a reshape or cast again.
+
+    Args:
+        shards: arrays or descriptions of the unit's shards.
+        wholes: descriptions of its gathered weights.
+    """
+    shard_types = {(tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in shards}
+    whole_types = {(tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in wholes}
+
+    def saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
+        if _recomputing.get():
+            return True
+        if len(operands) != 1 or not hasattr(operands[0], "dtype"):
+            return primitive.name != "all_gather"
+        operand = (tuple(operands[0].shape), operands[0].dtype)
+        if primitive.name == "custom_vjp_call":
+            return operand not in shard_types
+        if primitive.name in _RESHAPES and operand in whole_types:
+            results = jax.eval_shape(lambda x: primitive.bind(x, **params), operands[0])
+            whole_types.update((r.shape, r.dtype) for r in jax.tree.leaves(results) if math.prod(r.shape) > 1)
+            return False
+        return True
+
+    return saveable
