@@ -1,3 +1,35 @@
+"""Fully sharded data parallelism for JAX and Flax: the policy you state is the program that is emitted."""
+
+from importlib.metadata import version as _version
+
+from jfsdp.api import init as init
+from jfsdp.api import inspect as inspect
+from jfsdp.api import plan as plan
+from jfsdp.api import register_forward_method as register_forward_method
 from jfsdp.api import shard as shard
+from jfsdp.api import shardings as shardings
+from jfsdp.comm import AllGather as AllGather
+from jfsdp.comm import Comm as Comm
+from jfsdp.comm import ReduceScatter as ReduceScatter
 from jfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
+from jfsdp.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from jfsdp.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from jfsdp.policies import OffloadPolicy as OffloadPolicy
+
+__version__ = _version("jfsdp")
+
+__all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "init",
+    "inspect",
+    "plan",
+    "register_forward_method",
+    "shard",
+    "shardings",
+]

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp import optimizer
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import call_unit
+from jfsdp.nnx_optimizer import mesh_of, watch_optimizers
 from jfsdp.nnx_tree import PLACEMENT, UNIT, FSDPModule, owned, placement_of, unit_of, walk
-from jfsdp.placement import Placement, place, spec_of
+from jfsdp.placement import Placement, lay, named_sharding, place, spec_of
+from jfsdp.plan import ROOT, PlanRow
 from jfsdp.units import Unit, is_array, matcher
 
 __all__ = ["shard_module", "register_forward_method"]
@@ -49,7 +50,7 @@ def shard_module(
     for _, node in walk(module):
         if isinstance(node, nnx.Variable) and placement_of(node) is None:
             _replicate(node, unit.dp)
-    optimizer.watch_nnx_optimizers()
+    watch_optimizers()
     return module
 
 
@@ -171,7 +172,7 @@ def _move(variable: nnx.Variable, placement: Placement, dp: DataParallelMesh) ->
             # From here on the array's own sharding is the truth: flax would put moments by the annotation.
             variable.del_metadata(stale)
     variable.set_metadata(PLACEMENT, placement)
-    variable.set_raw_value(to_sharding(variable.get_raw_value(), placement.sharding(dp.mesh)))
+    variable.set_raw_value(lay(variable.get_raw_value(), placement.sharding(dp.mesh)))
 
 
 def _replicate(variable: nnx.Variable, dp: DataParallelMesh) -> None:
@@ -179,18 +180,48 @@ def _replicate(variable: nnx.Variable, dp: DataParallelMesh) -> None:
         spec = spec_of(value) if is_array(value) else None
         if not is_array(value) or spec is not None:
             return value
-        return to_sharding(value, NamedSharding(dp.mesh, PartitionSpec()))
+        return lay(value, named_sharding(dp.mesh, PartitionSpec(), value.ndim))
 
     variable.set_raw_value(jax.tree.map(move, variable.get_raw_value()))
 
 
-def to_sharding(value: Any, sharding: NamedSharding) -> Any:
-    """Lay an array, a tracer or an abstract array as `sharding` says."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    if isinstance(value, jax.core.Tracer):
-        return jax.lax.with_sharding_constraint(value, sharding)
-    return jax.device_put(value, sharding)
+# --------------------------------------------------------------------------------------------------
+# Born sharded
+
+
+def init_module(fn: Callable[[], nnx.Module], shard: Callable[[Any], Any]) -> nnx.Module:
+    """Make `fn()` under jit with every parameter laid where `shard` puts it.
+
+    Args:
+        fn: makes the module; it may call `jfsdp.shard` itself.
+        shard: makes the abstract module a unit.
+    """
+    jitted, abstract = init_program(fn, shard)
+    graphdef, state = nnx.split(abstract, graph=True)
+    leaves, treedef = jax.tree.flatten(state)
+    made = jitted()
+    arrays = [lay(x, leaf.sharding) for x, leaf in zip(made, leaves, strict=True)]
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
+
+
+def init_program(
+    fn: Callable[[], nnx.Module], shard: Callable[[Any], Any]
+) -> tuple[Any, nnx.Module]:
+    """The jitted function that `init_module` runs, which returns the arrays, and the abstract module."""
+    abstract = nnx.eval_shape(fn)
+    shard(abstract)
+    mesh = mesh_of(abstract)
+    assert isinstance(mesh, Mesh)
+    # On an Explicit mesh a random array is replicated unless told otherwise; on an Auto one XLA computes
+    # each device's part of it only.
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    _, state = nnx.split(abstract, graph=True)
+    shardings = [NamedSharding(auto, leaf.sharding.spec) for leaf in jax.tree.leaves(state)]
+
+    def make() -> list[Any]:
+        return jax.tree.leaves(nnx.split(fn(), graph=True)[1])
+
+    return jax.jit(make, out_shardings=shardings), abstract
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,3 +252,39 @@ def _forward(method: Callable) -> Callable:
         return call_unit(self, method, args, kwargs)
 
     return forward
+
+
+# --------------------------------------------------------------------------------------------------
+# Reports
+
+
+def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement]]:
+    """Every sharded parameter of a module or pytree, and the unit that gathers it; tied ones once."""
+    rows: list[tuple[PlanRow, Unit, Placement]] = []
+    units = [(path, node) for path, node in walk(tree) if isinstance(node, FSDPModule)]
+    root = units[0][0] if units else ""
+    seen: set[int] = set()
+    for unit_path, node in units:
+        unit = unit_of(node)
+        assert unit is not None
+        below = unit_path.removeprefix(root).lstrip(".")
+        for path, variable in owned(node).items():
+            placement = placement_of(variable)
+            if placement is None or id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            rows.append((_row(below, path, placement, unit.dp), unit, placement))
+    return rows
+
+
+def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
+    return PlanRow(
+        path=f"{unit_path}.{path}" if unit_path else path,
+        unit=unit_path or ROOT,
+        shape=placement.shape,
+        dtype=placement.dtype,
+        spec=placement.spec,
+        bytes=placement.bytes,
+        bytes_per_device=placement.shard_bytes(dp.mesh),
+        reason=placement.reason,
+    )

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jfsdp import nnx_auto as auto
 from jfsdp import region as regions
 from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
 from jfsdp.nnx_tree import owned, placement_of, unit_of, walk
@@ -31,6 +32,8 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
     call = _Call(module, method, args, kwargs)
     if regions.in_per_device_view(unit.dp):
         return _call_here(call, unit)
+    if unit.partitioning == "auto":
+        return _call_auto(call, unit)
     return _call_in_region(call, unit)
 
 
@@ -150,23 +153,58 @@ def _leaves_as_it_came(variable: nnx.Variable) -> bool:
 
 def _call_here(call: _Call, unit: Unit) -> Any:
     is_root = not _inside.get()
-    shards, wholes = _gathered_types(call, unit, is_root)
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
         if is_root:
             _hide_shards((module, args, kwargs))
-        _gather(call.name, module, unit)
+        _refuse_strangers(call.name, module)
+        for variable in owned(module).values():
+            value = variable.get_raw_value()
+            if isinstance(value, Shard):
+                how = unit.gathering(value.placement, value.array)
+                variable.set_raw_value(unshard(value.array, how))
+
+    types = _gathered_types(call, unit, is_root)
+    return _run(call, unit, is_root, prepare, lambda tree: tree, *types)
+
+
+def _call_auto(call: _Call, unit: Unit) -> Any:
+    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
+        _refuse_strangers(call.name, module)
+        for variable in owned(module).values():
+            if placement_of(variable) is not None:
+                variable.set_raw_value(auto.whole(variable, unit))
+
+    def pin(tree: Any) -> Any:
+        return auto.pin_batch(tree, unit.dp, _is_node)
+
+    is_root = not _inside.get()
+    shards, wholes = _gathered_types(call, unit, is_root=True)
+    return _run(call, unit, is_root, prepare, pin, shards, [*shards, *wholes])
+
+
+def _run(
+    call: _Call,
+    unit: Unit,
+    is_root: bool,
+    prepare: Callable[..., None],
+    pin: Callable[[Any], Any],
+    shards: list[Any],
+    wholes: list[Any],
+) -> Any:
+    """Call the forward with casts, and with the gathered weights dropped for the backward if so asked."""
+    policy = unit.mp_policy
 
     def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
-        policy = unit.mp_policy
         if policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype, is_leaf=_is_node)
+        args, kwargs = pin((args, kwargs))
         token = _inside.set(True)
         try:
             result = call.method(module, *args, **kwargs)
         finally:
             _inside.reset(token)
-        return cast_floating(result, policy.output_dtype)
+        return pin(cast_floating(result, policy.output_dtype, is_leaf=_is_node))
 
     def body(leaves: Sequence[Any]) -> regions.Rows:
         arrays, states = call.trace(leaves, prepare, invoke)
@@ -192,15 +230,12 @@ def _hide_shards(tree: Any) -> None:
             variable.set_raw_value(Shard(variable.get_raw_value(), placement))
 
 
-def _gather(caller: str, module: Any, unit: Unit) -> None:
-    strangers = []
-    for path, variable in owned(module).items():
-        value = variable.get_raw_value()
-        if isinstance(value, Shard):
-            how = unit.gathering(value.placement, value.array)
-            variable.set_raw_value(unshard(value.array, how))
-        elif isinstance(variable, nnx.Param) and placement_of(variable) is None:
-            strangers.append(f"  {path}: shape {tuple(value.shape)}, dtype {value.dtype}")
+def _refuse_strangers(caller: str, module: Any) -> None:
+    strangers = [
+        f"  {path}: shape {tuple(variable.shape)}, dtype {variable.dtype}"
+        for path, variable in owned(module).items()
+        if isinstance(variable, nnx.Param) and placement_of(variable) is None
+    ]
     if strangers:
         raise ValueError(
             f"{caller}: these parameters were added after jfsdp.shard and are not sharded:\n"

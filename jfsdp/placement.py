@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 
-__all__ = ["Placement", "place", "spec_of"]
+__all__ = ["Placement", "lay", "named_sharding", "place", "spec_of"]
 
 Entries = tuple[tuple[str, ...], ...]
 """A PartitionSpec with one tuple of axis names for each dimension."""
@@ -55,7 +55,7 @@ class Placement:
 
     def sharding(self, mesh: AnyMesh) -> NamedSharding:
         """The parameter's sharding at rest on `mesh`."""
-        return NamedSharding(mesh, self.spec)  # pyright: ignore[reportArgumentType]
+        return named_sharding(mesh, self.spec, len(self.shape))
 
     def shard_shape(self, mesh: AnyMesh) -> tuple[int, ...]:
         """Shape of one device's shard."""
@@ -63,6 +63,11 @@ class Placement:
             size // math.prod(mesh.shape[axis] for axis in axes)
             for size, axes in zip(self.shape, self.entries, strict=True)
         )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter in storage dtype."""
+        return math.prod(self.shape) * _itemsize(self.dtype)
 
     def shard_bytes(self, mesh: AnyMesh) -> int:
         """Bytes of one device's shard in storage dtype."""
@@ -137,6 +142,28 @@ def spec_of(array: Any) -> PartitionSpec | None:
     sharding = sharding or getattr(array, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     return spec if spec is not None and any(spec) else None
+
+
+def named_sharding(mesh: AnyMesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+    """A sharding in the form in which a compiled step returns it.
+
+    jit's cache tells P("x") from P("x", None). On Auto axes XLA leaves trailing Nones out; on Explicit
+    ones the array's type names every dimension. In another form the second step would compile again.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        spec = PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
+    return NamedSharding(mesh, spec)  # pyright: ignore[reportArgumentType]
+
+
+def lay(value: Any, sharding: NamedSharding) -> Any:
+    """Lay an array, a tracer or an abstract array as `sharding` says; other values pass."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if isinstance(value, jax.core.Tracer):
+        if sharding.mesh.are_all_axes_explicit:
+            return jax.sharding.reshard(value, sharding)
+        return jax.lax.with_sharding_constraint(value, sharding)
+    return jax.device_put(value, sharding) if hasattr(value, "dtype") else value
 
 
 def to_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:

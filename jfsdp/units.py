@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.mesh import DataParallelMesh
@@ -49,7 +51,7 @@ class Unit:
         """Whether gathered weights are dropped after the forward and gathered again."""
         return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
 
-    def gathering(self, placement: Placement, shard: jax.Array) -> Gathering:
+    def gathering(self, placement: Placement, shard: Any) -> Gathering:
         """How this unit gathers the leaf `shard` and reduces its gradient."""
         floating = jnp.issubdtype(shard.dtype, jnp.floating)
         policy = self.mp_policy
@@ -64,6 +66,27 @@ class Unit:
             all_gather=self.all_gather,
             reduce_scatter=self.reduce_scatter,
         )
+
+
+    def least_bytes(self, placement: Placement, is_root: bool) -> dict[str, float]:
+        """Bytes that one device must receive for a parameter in one step that trains it.
+
+        All-gather (1 + reshard) * P * s_p * (F - 1)/F, reduce-scatter P * s_r * (F - 1)/F, all-reduce
+        2 * P/F * s_r * (R - 1)/R, for P elements, F shards, R copies and s bytes an element.
+        """
+        how = self.gathering(placement, jax.ShapeDtypeStruct(placement.shape, placement.dtype))
+        shards = self.dp.size_of(tuple(axis for _, axes in how.dims for axis in axes))
+        copies = self.dp.size_of(how.summed_axes)
+        size = math.prod(placement.shape)
+        gathered = size * np.dtype(how.param_dtype).itemsize * (shards - 1) / shards
+        reduced = size * np.dtype(how.reduce_dtype).itemsize
+        if not jnp.issubdtype(how.dtype, jnp.inexact):
+            reduced = 0
+        return {
+            "all-gather": gathered * (1 + self.reshards(is_root)),
+            "reduce-scatter": reduced * (shards - 1) / shards,
+            "all-reduce": 2 * reduced / shards * (copies - 1) / copies,
+        }
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +166,7 @@ def validate(
     *,
     mp_policy: Any,
     offload_policy: Any,
+    ignored_params: Any,
     reshard_after_forward: Any,
     all_gather: Any,
     reduce_scatter: Any,
@@ -162,6 +186,11 @@ def validate(
             "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp; it is "
             "refused rather than ignored. Pass OffloadPolicy()."
         )
+    if ignored_params is not None:
+        raise NotImplementedError(
+            "ignored_params is not implemented in this version of jfsdp; it is refused rather than "
+            "ignored. Leave it None: what cannot be sharded is replicated and trained exactly."
+        )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         if isinstance(reshard_after_forward, int | str | tuple):
             raise NotImplementedError(
@@ -177,6 +206,22 @@ def validate(
         _check_type("reduce_scatter", reduce_scatter, ReduceScatter)
     if partitioning not in ("manual", "auto"):
         raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
+    if partitioning == "auto":
+        _refuse_in_auto(mp_policy, all_gather, reduce_scatter)
+
+
+def _refuse_in_auto(mp_policy: MixedPrecisionPolicy, all_gather: Any, reduce_scatter: Any) -> None:
+    asked = {
+        f"mp_policy.reduce_dtype={mp_policy.reduce_dtype}": mp_policy.reduce_dtype is not None,
+        f"all_gather={type(all_gather).__name__}": all_gather is not None,
+        f"reduce_scatter={type(reduce_scatter).__name__}": reduce_scatter is not None,
+    }
+    kept = [text for text, given in asked.items() if given]
+    if kept:
+        raise ValueError(
+            f'partitioning="auto" cannot promise {", ".join(kept)}: there XLA places the collectives and '
+            'chooses their dtype. Drop it, or use partitioning="manual".'
+        )
 
 
 def _check_type(name: str, value: Any, wanted: type) -> None:

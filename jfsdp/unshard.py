@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jfsdp.comm import AllGather, Comm, ReduceScatter
 
@@ -83,7 +84,7 @@ def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax
     gradient = gradient.astype(how.reduce_dtype)
     for dim, axes in reversed(how.dims):
         if how.reduce_scatter is None:
-            gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+            gradient = _psum_scatter(gradient, dim, axes)
         else:
             gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
     if how.summed_axes:
@@ -92,6 +93,21 @@ def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax
 
 
 _unshard.defvjp(_unshard_forward, _unshard_backward)
+
+
+def _psum_scatter(gradient: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    def scatter(x: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = tuple(
+        a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
+    )
+    if not explicit:
+        return scatter(gradient)
+    # jax 0.10.2 to 0.12.0.1 cannot lower a psum_scatter while other axes of the mesh are Explicit.
+    spec = jax.typeof(gradient).sharding.spec
+    return jax.sharding.auto_axes(scatter, axes=explicit, out_sharding=spec)(gradient)
 
 
 # Never differentiated: it makes cast and gather, the user's own gather included, one equation of one
@@ -179,7 +195,7 @@ def keep_recomputed_gathers() -> Iterator[None]:
 
 _RESHAPES = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims name optimization_barrier "
-    "reduce_precision reshape rev slice split squeeze transpose".split()
+    "reduce_precision reshape reshard rev sharding_constraint slice split squeeze transpose".split()
 )
 
 

@@ -1,3 +1,0 @@
-"""Optimizer state: it lies as its parameters, and every scalar lies on the mesh."""
-from __future__ import annotations
-def watch_nnx_optimizers() -> None: ...

@@ -1,0 +1,156 @@
+"""The plan: where every parameter lies, what it costs a device, and why it is not sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jfsdp.mesh import DataParallelMesh, describe_mesh
+
+__all__ = ["Plan", "PlanRow"]
+
+ROOT = "(root)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One parameter.
+
+    Attributes:
+        path: dotted path in the model.
+        unit: dotted path of the unit that gathers it; "(root)" for the outermost.
+        shape: global shape.
+        dtype: storage dtype.
+        spec: PartitionSpec at rest.
+        bytes: bytes of the whole parameter in storage dtype.
+        bytes_per_device: bytes of one device's part.
+        reason: why it is replicated over the shard axes; "" if it is sharded.
+    """
+
+    path: str
+    unit: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    bytes: int
+    bytes_per_device: int
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The table that `jfsdp.plan` returns; `print` it, or read `rows`.
+
+    Attributes:
+        rows: one for each parameter, tied ones once.
+        dp: the mesh and its data-parallel axes.
+        policy: the mixed precision policy of the outermost unit, as text.
+    """
+
+    rows: tuple[PlanRow, ...]
+    dp: DataParallelMesh
+    policy: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameter elements of the whole model."""
+        return sum(math.prod(row.shape) for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters in storage dtype."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of one device's parameters in storage dtype."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def replicated(self) -> tuple[PlanRow, ...]:
+        """The parameters that are not sharded."""
+        return tuple(row for row in self.rows if row.reason)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is probably not meant: one unit that holds most of the model."""
+        units: dict[str, int] = {}
+        for row in self.rows:
+            units[row.unit] = units.get(row.unit, 0) + row.bytes
+        if not units or not self.bytes:
+            return ()
+        unit, size = max(units.items(), key=lambda item: item[1])
+        if 2 * size <= self.bytes:
+            return ()
+        return (
+            f"the unit {unit} holds {size / self.bytes:.0%} of the model ({human(size)}), which is gathered "
+            "at once. Make the repeated blocks units of their own: jfsdp.shard(model, units=Block).",
+        )
+
+    def __str__(self) -> str:
+        head = f"parameters on {describe_mesh(self.dp.mesh)}{f'; {self.policy}' if self.policy else ''}"
+        cells = [("unit", "parameter", "shape", "dtype", "spec", "per device")]
+        cells += [_cells(group) for group in _groups(self.rows)]
+        whole, part = self.bytes, self.bytes_per_device
+        lines = [head, *_aligned(cells)]
+        lines.append(
+            f"total: {self.parameters:,} parameters, {human(whole)}; {human(part)} per device "
+            f"({part / max(whole, 1):.1%})"
+        )
+        lines += _reasons(self.replicated)
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def human(size: float) -> str:
+    """Bytes for people: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _groups(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
+    """Rows that differ in the numbers of their path only (the same leaf of repeated blocks)."""
+    groups: dict[tuple, list[PlanRow]] = {}
+    for row in rows:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.path)
+        unit = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.unit)
+        key = (unit, pattern, row.shape, str(row.dtype), row.spec, row.reason)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _cells(group: list[PlanRow]) -> tuple[str, ...]:
+    row, times = group[0], f" x{len(group)}" if len(group) > 1 else ""
+    path = row.path.removeprefix(f"{row.unit}.")
+    unit = _range([r.unit for r in group])
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    spec = "P(" + ", ".join(map(repr, row.spec)) + ")"
+    name = path if unit != row.unit or row.unit == ROOT else path
+    return (unit, name, shape, str(row.dtype), spec, human(row.bytes_per_device) + times)
+
+
+def _range(names: list[str]) -> str:
+    """ "blocks.0" and "blocks.5" as "blocks.0-5"."""
+    first, last = names[0].split("."), names[-1].split(".")
+    parts = [a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)]
+    return ".".join(parts)
+
+
+def _reasons(rows: Sequence[PlanRow]) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for group in _groups(rows):
+        by_reason.setdefault(group[0].reason, []).append(_range([row.path for row in group]))
+    return [f"replicated, {reason}: {', '.join(paths)}" for reason, paths in by_reason.items()]
+
+
+def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:], "-" * max(map(len, lines))]
