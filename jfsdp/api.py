@@ -11,7 +11,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
 from jfsdp import nnx
-from jfsdp.borders import check_spec
+from jfsdp.borders import freeze_out_specs, freeze_specs
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.inspect import Minimum, Report
 from jfsdp.inspect.read import inspect as read
@@ -129,10 +129,6 @@ def shard(
             "served by this version."
         )
     dp = resolve_mesh(mesh, dp_mesh_dims)
-    for kind, spec in (state_specs or {}).items():
-        check_spec(f"state_specs[{kind.__name__}]", spec, dp)
-    for spec in jax.tree.leaves(out_specs, is_leaf=lambda s: isinstance(s, PartitionSpec)):
-        check_spec("out_specs", spec, dp)
     unit = Unit(
         dp=dp,
         mp_policy=mp_policy,
@@ -140,9 +136,9 @@ def shard(
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
         partitioning=partitioning,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        state_specs=state_specs,
+        in_specs=freeze_specs("in_specs", in_specs, dp),
+        out_specs=freeze_out_specs(out_specs, dp),
+        state_specs=freeze_specs("state_specs", state_specs, dp),
     )
     return nnx.shard_module(
         module,

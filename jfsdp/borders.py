@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.units import is_array
 
-__all__ = ["Row", "input_specs", "is_key", "next_batch", "output_rows", "row_of_output"]
+__all__ = ["Row", "check_spec", "freeze_out_specs", "freeze_specs", "input_specs", "is_key", "is_spec", "output_rows",
+           "row_of_output"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ def input_specs(
     caller: str,
     inputs: Sequence[tuple[str, Any]],
     dp: DataParallelMesh,
-    asked: Mapping[str, PartitionSpec] | None,
+    asked: Mapping[str, PartitionSpec],
 ) -> tuple[list[PartitionSpec], int | None]:
     """Decide how the arrays among a call's arguments enter the region.
 
@@ -50,11 +51,10 @@ def input_specs(
         A spec for each input, and the local batch size, None if nothing splits on dimension 0.
 
     Raises:
-        TypeError: a value of `asked` is no PartitionSpec.
         ValueError: batches differ, do not divide, or `asked` does not fit. All arguments at fault
             are listed.
     """
-    asked = _checked_asked(caller, inputs, dp, asked)
+    _check_asked(caller, inputs, dp, asked)
     specs: list[PartitionSpec] = []
     batches: dict[str, tuple[int, ...]] = {}
     for name, array in inputs:
@@ -105,22 +105,16 @@ def _prefix_match(name: str, asked: Mapping[str, PartitionSpec]) -> PartitionSpe
     return None
 
 
-def _checked_asked(
-    caller: str, inputs: Sequence[tuple[str, Any]], dp: DataParallelMesh, asked: Any
-) -> Mapping[str, PartitionSpec]:
-    if asked is None:
-        return {}
-    if not isinstance(asked, Mapping):
-        raise TypeError(
-            "in_specs must be a dict of argument name (or dotted path into it) to PartitionSpec, got "
-            f"{asked!r}."
-        )
+def _check_asked(
+    caller: str,
+    inputs: Sequence[tuple[str, Any]],
+    dp: DataParallelMesh,
+    asked: Mapping[str, PartitionSpec],
+) -> None:
     for key, spec in asked.items():
-        check_spec(f"in_specs[{key!r}]", spec, dp)
         for name, array in inputs:
             if name == key or name.startswith(f"{key}."):
                 _check_fits(f"{caller}: in_specs[{key!r}]", name, array, spec, dp)
-    return asked
 
 
 def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
@@ -138,6 +132,51 @@ def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
                 f"{what} = {spec} names the axis {axis!r}; only the data-parallel axes "
                 f"{list(dp.axes)} can be named, the others are left to XLA."
             )
+
+
+def freeze_specs(name: str, asked: Any, dp: DataParallelMesh) -> tuple[tuple[Any, PartitionSpec], ...]:
+    """Check a dict of PartitionSpecs over data-parallel axes and make it hashable.
+
+    Raises:
+        TypeError: it is no dict, or a value no PartitionSpec.
+        ValueError: a spec names another axis.
+    """
+    if asked is None:
+        return ()
+    if not isinstance(asked, Mapping):
+        raise TypeError(f"{name} must be a dict with a PartitionSpec for each key, got {asked!r}.")
+    for key, spec in asked.items():
+        check_spec(f"{name}[{getattr(key, '__name__', repr(key))}]", spec, dp)
+    return tuple(asked.items())
+
+
+def freeze_out_specs(
+    asked: Any, dp: DataParallelMesh
+) -> tuple[Any, tuple[PartitionSpec | str, ...]] | None:
+    """Check a pytree of PartitionSpecs and None, and make it hashable: (treedef, leaves).
+
+    Raises:
+        TypeError: a leaf is neither.
+        ValueError: a spec names an axis that is not data-parallel.
+    """
+    if asked is None:
+        return None
+    leaves, treedef = jax.tree.flatten(
+        asked, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec)
+    )
+    for spec in leaves:
+        if spec is not None:
+            check_spec("out_specs", spec, dp)
+    return treedef, tuple(RULE if spec is None else spec for spec in leaves)
+
+
+RULE = "the rule"
+"""Stands for None in frozen out_specs: a result may hold None itself, which is no leaf."""
+
+
+def is_spec(value: Any) -> bool:
+    """Whether `value` is a leaf of frozen out_specs."""
+    return value is RULE or isinstance(value, PartitionSpec)
 
 
 def _check_fits(what: str, name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh) -> None:

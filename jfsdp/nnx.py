@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import call_unit
 from jfsdp.nnx_optimizer import mesh_of, watch_optimizers
-from jfsdp.nnx_tree import PLACEMENT, UNIT, FSDPModule, owned, placement_of, unit_of, walk
+from jfsdp.nnx_tree import PLACEMENT, UNIT, FSDPModule, class_name, owned, placement_of, unit_of, walk
 from jfsdp.placement import Placement, lay, named_sharding, place, spec_of
 from jfsdp.plan import ROOT, PlanRow
 from jfsdp.units import Unit, is_array, matcher
@@ -60,7 +60,7 @@ def register_forward_method(module: nnx.Module, name: str) -> None:
         return
     if not callable(getattr(module, name, None)):
         raise ValueError(
-            f"register_forward_method: {type(module).__name__} has no method {name!r}."
+            f"register_forward_method: {class_name(module)} has no method {name!r}."
         )
     _swap_class(module, (*type(module)._jfsdp_methods, name))
 
@@ -77,7 +77,7 @@ def _selected(module: nnx.Module, units: Any) -> list[tuple[str, nnx.Module]]:
             kinds = sorted({type(node).__name__ for _, node in inside})
             paths = [path for path, _ in inside][:20]
             raise ValueError(
-                f"units={selector!r} matches no module inside {type(module).__name__}. It has modules "
+                f"units={selector!r} matches no module inside {class_name(module)}. It has modules "
                 f"of the classes {', '.join(kinds) or '(none)'}, at the paths {', '.join(paths) or '(none)'}."
             )
         found.update((id(node), (path, node)) for path, node in hits)
@@ -85,7 +85,7 @@ def _selected(module: nnx.Module, units: Any) -> list[tuple[str, nnx.Module]]:
 
 
 def _check_module(path: str, module: Any) -> None:
-    name = f"{path or 'the module'} ({type(module).__name__})"
+    name = f"{path or 'the module'} ({class_name(module)})"
     if isinstance(module, FSDPModule):
         raise ValueError(
             f"{name} is a unit already: jfsdp.shard was applied to it before. Apply it once to each "

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import nnx_auto as auto
 from jfsdp import region as regions
-from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
-from jfsdp.nnx_tree import owned, placement_of, unit_of, walk
+from jfsdp.borders import RULE, Row, input_specs, is_key, is_spec, output_rows, row_of_output
+from jfsdp.nnx_tree import class_name, owned, placement_of, unit_of, walk
 from jfsdp.units import Shard, Unit, cast_floating, is_array
 from jfsdp.unshard import refuse_gathered, unshard
 
@@ -46,7 +46,7 @@ class _Call:
 
     def __init__(self, module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]):
         self.method = method
-        self.name = f"{type(module).__name__.removeprefix('FSDP')}.{method.__name__}"
+        self.name = f"{class_name(module)}.{method.__name__}"
         self.objects = (module, args, kwargs)
         self.graphdef, self.state = nnx.split(self.objects, graph=True)
         self.leaves, self._treedef = jax.tree.flatten(self.state)
@@ -101,15 +101,17 @@ class _Call:
     def spread_over_result(self, out_specs: Any) -> list[PartitionSpec | None]:
         """The spec that `out_specs`, a prefix of the result, has for each array of it."""
         result = jax.tree.unflatten(self._result, self._constants)
+        treedef, leaves = out_specs or (jax.tree.structure(0), (RULE,))
+        prefix = jax.tree.unflatten(treedef, leaves)
         try:
-            specs = jax.tree.broadcast(out_specs, result, is_leaf=_is_spec)
+            specs = jax.tree.leaves(jax.tree.broadcast(prefix, result, is_leaf=is_spec), is_leaf=is_spec)
         except ValueError as error:
             raise ValueError(
-                f"{self.name}: out_specs={out_specs!r} is no prefix of the result, whose structure is "
+                f"{self.name}: out_specs={prefix!r} is no prefix of the result, whose structure is "
                 f"{self._result}."
             ) from error
-        flat = jax.tree.leaves(specs, is_leaf=_is_spec)
-        return [spec for spec, x in zip(flat, self._constants, strict=True) if x is _ARRAY]
+        both = zip(specs, self._constants, strict=True)
+        return [None if spec is RULE else spec for spec, x in both if x is _ARRAY]
 
     def _check_structure(self, before: dict[str, Any], structure: Any, objects: Any) -> None:
         if nnx.graphdef(objects, graph=True) == structure:
@@ -132,10 +134,6 @@ class _Call:
 
 
 _ARRAY = object()
-
-
-def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, PartitionSpec)
 
 
 def _variables(tree: Any) -> list[tuple[str, nnx.Variable]]:
@@ -269,7 +267,8 @@ def _gathered_types(call: _Call, unit: Unit, is_root: bool) -> tuple[list[Any], 
 def _call_in_region(call: _Call, unit: Unit) -> Any:
     specs, reduced, keys, local_batch = _leaf_specs(call, unit)
     dp = unit.dp
-    others = [*_specs_in(unit.out_specs), *(unit.state_specs or {}).values()]
+    asked = unit.out_specs[1] if unit.out_specs else ()
+    others = [s for s in (*asked, *dict(unit.state_specs).values()) if s is not RULE]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
     order: list[tuple[int, int]] = []
     counts: list[int] = []
@@ -287,10 +286,10 @@ def _call_in_region(call: _Call, unit: Unit) -> Any:
     def body(leaves: Sequence[jax.Array]) -> regions.Rows:
         folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
         arrays, states = call.trace(folded, prepare, invoke)
-        asked = call.spread_over_result(unit.out_specs)
+        wanted = call.spread_over_result(unit.out_specs)
         kinds = [
             row_of_output(call.name, name, x, local_batch, dp, spec)
-            for (name, x), spec in zip(arrays, asked, strict=True)
+            for (name, x), spec in zip(arrays, wanted, strict=True)
         ]
         kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
         rows: regions.Rows = tuple([] for _ in region.rows)
@@ -320,16 +319,16 @@ def _leaf_specs(
         for index, (path, leaf) in enumerate(items)
         if not isinstance(leaf, nnx.Variable) and _key(path[0]) != 0
     }
-    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, unit.in_specs)
+    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, dict(unit.in_specs))
     spec_of_input = dict(zip(inputs, given, strict=True))
     specs, reduced, keys = [], [], []
-    for index, (_, leaf) in enumerate(items):
+    for index, (path, leaf) in enumerate(items):
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         placement = placement_of(variable) if variable is not None else None
         if placement is not None:
             spec = placement.manual_spec()
         elif variable is not None:
-            spec = _state_spec(variable, unit) or PartitionSpec()
+            spec = _spec_of_state(call, path, variable, unit)
         else:
             spec = spec_of_input.get(index, PartitionSpec())
         arrays = jax.tree.leaves(leaf)
@@ -363,10 +362,22 @@ def _key(key: Any) -> Any:
 
 
 def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
-    for kind, spec in (unit.state_specs or {}).items():
+    for kind, spec in unit.state_specs:
         if isinstance(variable, kind):
             return spec
     return None
+
+
+def _spec_of_state(call: _Call, path: tuple, variable: nnx.Variable, unit: Unit) -> PartitionSpec:
+    asked = _state_spec(variable, unit)
+    if asked is None and isinstance(variable, nnx.Cache) and variable.shape:
+        raise ValueError(
+            f"{call.name}: {'.'.join(str(_key(key)) for key in path[1:])} (shape {tuple(variable.shape)}) is a "
+            "decode cache, with one row for each element of the batch. Say how it lies with "
+            "jfsdp.shard(..., state_specs={nnx.Cache: PartitionSpec("
+            f"{', '.join(map(repr, unit.dp.batch_spec))})}}), or use partitioning=\"auto\"."
+        )
+    return asked or PartitionSpec()
 
 
 def _fold(key: jax.Array, dp: Any) -> jax.Array:
@@ -375,11 +386,6 @@ def _fold(key: jax.Array, dp: Any) -> jax.Array:
     for _ in range(key.ndim if is_key(key) else key.ndim - 1):
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(key, index)
-
-
-def _specs_in(tree: Any) -> list[PartitionSpec]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return [s for s in leaves if isinstance(s, PartitionSpec)]
 
 
 def _row_of_state(call: _Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:

@@ -11,7 +11,7 @@ from flax import nnx
 from jfsdp.placement import Placement
 from jfsdp.units import Unit, is_array
 
-__all__ = ["FSDPModule", "owned", "placement_of", "unit_of", "walk"]
+__all__ = ["FSDPModule", "class_name", "owned", "placement_of", "unit_of", "walk"]
 
 PLACEMENT = "jfsdp_placement"
 """Name of the Variable metadata that holds a parameter's Placement."""
@@ -34,6 +34,12 @@ class FSDPModule:
 def unit_of(node: Any) -> Unit | None:
     """The settings of a unit; None for everything else."""
     return vars(node).get(UNIT) if isinstance(node, FSDPModule) else None
+
+
+def class_name(module: Any) -> str:
+    """Name of the module's own class, for messages."""
+    own = type(module)
+    return (own.__mro__[1] if isinstance(module, FSDPModule) else own).__name__
 
 
 def placement_of(variable: nnx.Variable) -> Placement | None:

@@ -71,12 +71,31 @@ class Region:
         def call(values: Any) -> Any:
             return mapped(_move(values, in_specs, mesh, self.dp) if self.dp.explicit else values)
 
-        return jax.jit(call, inline=True)  # outside of jit, XLA still gets one program
+        jitted = jax.jit(call, inline=True)  # outside of jit, still one program
+        return _first_order(jitted)
 
     def copies(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The data-parallel axes larger than 1 over which `spec` holds copies."""
         named = {axis for entry in spec for axis in _axes(entry)}
         return tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in named)
+
+
+def _first_order(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function`, which refuses to be differentiated.
+
+    It is the inside of a forward or backward pass already. A second derivative would differentiate
+    through its shard_map and come out wrong without a word.
+    """
+    refusing = jax.custom_jvp(function)
+
+    @refusing.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "a module sharded with manual partitioning is differentiated twice (grad of grad, hessian). "
+            'Use partitioning="auto" for that.'
+        )
+
+    return refusing
 
 
 def in_per_device_view(dp: DataParallelMesh) -> bool:
@@ -192,7 +211,15 @@ def _differentiated_inside(
         return tuple(gradients.get(index) for index in range(len(leaves)))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
-    return function(*leaves)
+    try:
+        return function(*leaves)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            raise TypeError(
+                "a module sharded with manual partitioning is differentiated in forward mode (jax.jvp, "
+                'jacfwd, linearize). Use reverse mode, or partitioning="auto".'
+            ) from error
+        raise
 
 
 @jax.tree_util.register_static

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax.sharding import PartitionSpec
+
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import Placement
@@ -32,9 +34,11 @@ class Unit:
         all_gather: the user's collective, or None for XLA's.
         reduce_scatter: the user's collective, or None for XLA's.
         partitioning: "manual" or "auto".
-        in_specs: the data-parallel specs of arguments that do not split on dimension 0.
-        out_specs: the data-parallel specs of results that are not batches.
+        in_specs: the data-parallel specs of arguments that do not split on dimension 0, by name.
+        out_specs: the data-parallel specs of results that are not batches, as (treedef, leaves).
         state_specs: the data-parallel specs of non-parameter state, by Variable type.
+
+    A unit is part of its module's structure, which jit hashes: hence tuples instead of dicts.
     """
 
     dp: DataParallelMesh
@@ -43,9 +47,9 @@ class Unit:
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     partitioning: str = "manual"
-    in_specs: Any = None
-    out_specs: Any = None
-    state_specs: Any = None
+    in_specs: tuple[tuple[str, PartitionSpec], ...] = ()
+    out_specs: tuple[Any, tuple[PartitionSpec | str, ...]] | None = None
+    state_specs: tuple[tuple[type, PartitionSpec], ...] = ()
 
     def reshards(self, is_root: bool) -> bool:
         """Whether gathered weights are dropped after the forward and gathered again."""
@@ -158,8 +162,9 @@ def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None =
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is an array (numpy's included), not a Python scalar or anything else."""
-    return hasattr(value, "dtype") and hasattr(value, "shape") and hasattr(value, "ndim")
+    """Whether `value` is an array (numpy's, traced and abstract ones included)."""
+    # Not by attributes: nnx.Rngs answers to any name, "dtype" and "shape" included.
+    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def validate(
