@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jfsdp.mesh import AnyMesh
-from jfsdp.nnx_tree import PLACEMENT, placement_of, unit_of, walk
+from jfsdp.nnx_tree import PLACEMENT, class_name, placement_of, unit_of, walk
 from jfsdp.placement import lay, named_sharding
 
 __all__ = ["mesh_of", "watch_optimizers"]
@@ -41,7 +41,7 @@ def watch_optimizers() -> None:
     def checked_update(self: nnx.Optimizer, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, _PLACED) and mesh_of(model) is not None:
             raise ValueError(
-                f"this {type(self).__name__} was built before jfsdp.shard({type(model).__name__}): its "
+                f"this {type(self).__name__} was built before jfsdp.shard({class_name(model)}): its "
                 "state is whole on one device and would stay so. Build it after shard:\n"
                 "  jfsdp.shard(model, ...)\n"
                 "  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)"
