@@ -16,13 +16,14 @@ from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.inspect import Minimum, Report
 from jfsdp.inspect.read import inspect as read
 from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
+from jfsdp.nnx_tree import plan_rows
 from jfsdp.plan import ROOT, Plan
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.units import Unit, validate
 
 __all__ = ["init", "inspect", "plan", "register_forward_method", "shard", "shardings"]
 
-M = TypeVar("M")
+M = TypeVar("M", bound=flax_nnx.Module)
 
 
 def shard(
@@ -178,7 +179,11 @@ def init(fn: Callable[[], M], mesh: AnyMesh | None = None, **settings: Any) -> M
 
     def apply(module: Any) -> Any:
         has_units = nnx.mesh_of(module) is not None
-        return module if has_units and mesh is None and not settings else shard(module, mesh, **settings)
+        return (
+            module
+            if has_units and mesh is None and not settings
+            else shard(module, mesh, **settings)
+        )
 
     return nnx.init_module(fn, apply)
 
@@ -213,7 +218,11 @@ def plan(model: Any) -> Plan:
     rows = _plan_rows(model)
     root = rows[0][1]
     policy = root.mp_policy
-    names = {"compute": policy.param_dtype, "reduce": policy.reduce_dtype, "outputs": policy.output_dtype}
+    names = {
+        "compute": policy.param_dtype,
+        "reduce": policy.reduce_dtype,
+        "outputs": policy.output_dtype,
+    }
     text = ", ".join(f"{name} in {dtype}" for name, dtype in names.items() if dtype is not None)
     return Plan(tuple(row for row, _, _ in rows), root.dp, text)
 
@@ -259,7 +268,7 @@ def shardings(tree: Any) -> Any:
 
 
 def _plan_rows(tree: Any) -> list[Any]:
-    rows = nnx.plan_rows(tree)
+    rows = plan_rows(tree)
     if not rows:
         raise ValueError("nothing here is sharded: apply jfsdp.shard to the model first.")
     return rows

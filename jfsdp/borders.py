@@ -13,8 +13,17 @@ from jax.sharding import PartitionSpec
 from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.units import is_array
 
-__all__ = ["Row", "check_spec", "freeze_out_specs", "freeze_specs", "input_specs", "is_key", "is_spec", "output_rows",
-           "row_of_output"]
+__all__ = [
+    "Row",
+    "check_spec",
+    "freeze_out_specs",
+    "freeze_specs",
+    "input_specs",
+    "is_key",
+    "is_spec",
+    "output_rows",
+    "row_of_output",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Row:
 
 def is_key(value: Any) -> bool:
     """Whether `value` is a typed PRNG key or an array of them."""
-    return is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def input_specs(
@@ -66,14 +75,18 @@ def input_specs(
     return specs, _local_batch(caller, batches, dp)
 
 
-def _local_batch(caller: str, batches: dict[str, tuple[int, ...]], dp: DataParallelMesh) -> int | None:
+def _local_batch(
+    caller: str, batches: dict[str, tuple[int, ...]], dp: DataParallelMesh
+) -> int | None:
     sizes = {shape[0] for shape in batches.values()}
     listed = "\n".join(f"  {name}: shape {shape}" for name, shape in batches.items())
     if len(sizes) > 1:
         raise ValueError(
             f"{caller}: its arguments do not agree on the batch, the size of dimension 0:\n{listed}\n"
             "Arguments that are no batch (positions, masks, tables) need in_specs, for example "
-            "jfsdp.shard(..., in_specs={'" + next(reversed(batches)) + "': PartitionSpec()}) for a copy "
+            "jfsdp.shard(..., in_specs={'"
+            + next(reversed(batches))
+            + "': PartitionSpec()}) for a copy "
             "on every device."
         )
     if not sizes:
@@ -134,7 +147,9 @@ def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
             )
 
 
-def freeze_specs(name: str, asked: Any, dp: DataParallelMesh) -> tuple[tuple[Any, PartitionSpec], ...]:
+def freeze_specs(
+    name: str, asked: Any, dp: DataParallelMesh
+) -> tuple[tuple[Any, PartitionSpec], ...]:
     """Check a dict of PartitionSpecs over data-parallel axes and make it hashable.
 
     Raises:
@@ -179,7 +194,9 @@ def is_spec(value: Any) -> bool:
     return value is RULE or isinstance(value, PartitionSpec)
 
 
-def _check_fits(what: str, name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh) -> None:
+def _check_fits(
+    what: str, name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh
+) -> None:
     if len(spec) > array.ndim:
         raise ValueError(f"{what} = {spec} has more entries than {name} of shape {array.shape}.")
     for dim, entry in enumerate(spec):

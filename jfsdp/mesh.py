@@ -8,7 +8,7 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-__all__ = ["DataParallelMeshDims", "DataParallelMesh", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "DataParallelMeshDims", "resolve_mesh"]
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -122,7 +122,7 @@ class DataParallelMesh:
     def batch_spec(self) -> PartitionSpec:
         """Dimension 0 over all data-parallel axes."""
         axes = self.larger_than_one(self.axes)
-        return PartitionSpec(axes if len(axes) > 1 else axes[0]) if axes else PartitionSpec()
+        return PartitionSpec(*((axes,) if len(axes) > 1 else axes))
 
     def size_of(self, axes: tuple[str, ...]) -> int:
         """Product of the sizes of `axes`."""

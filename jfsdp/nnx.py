@@ -11,15 +11,23 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jfsdp.layout import lay, named_sharding, spec_of
 from jfsdp.mesh import DataParallelMesh
-from jfsdp.nnx_call import call_unit
 from jfsdp.nnx_optimizer import mesh_of, watch_optimizers
-from jfsdp.nnx_tree import PLACEMENT, UNIT, FSDPModule, class_name, owned, placement_of, unit_of, walk
-from jfsdp.placement import Placement, lay, named_sharding, place, spec_of
-from jfsdp.plan import ROOT, PlanRow
+from jfsdp.nnx_region import call_unit
+from jfsdp.nnx_tree import (
+    PLACEMENT,
+    UNIT,
+    FSDPModule,
+    class_name,
+    placement_of,
+    unit_of,
+    walk,
+)
+from jfsdp.placement import Placement, place
 from jfsdp.units import Unit, is_array, matcher
 
-__all__ = ["shard_module", "register_forward_method"]
+__all__ = ["register_forward_method", "shard_module"]
 
 
 def shard_module(
@@ -59,21 +67,21 @@ def register_forward_method(module: nnx.Module, name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, name, None)):
-        raise ValueError(
-            f"register_forward_method: {class_name(module)} has no method {name!r}."
-        )
+        raise ValueError(f"register_forward_method: {class_name(module)} has no method {name!r}.")
     _swap_class(module, (*type(module)._jfsdp_methods, name))
 
 
 def _selected(module: nnx.Module, units: Any) -> list[tuple[str, nnx.Module]]:
     """The modules inside `module` that `units` selects, innermost first."""
     inside = [
-        (path, node) for path, node in walk(module) if isinstance(node, nnx.Module) and node is not module
+        (path, node)
+        for path, node in walk(module)
+        if isinstance(node, nnx.Module) and node is not module
     ]
     found: dict[int, tuple[str, nnx.Module]] = {}
     for selector, matches in matcher(units):
         hits = [(path, node) for path, node in inside if matches(path, node)]
-        if not hits and not callable(selector) or not hits and isinstance(selector, type):
+        if not hits and (isinstance(selector, type) or not callable(selector)):
             kinds = sorted({type(node).__name__ for _, node in inside})
             paths = [path for path, _ in inside][:20]
             raise ValueError(
@@ -91,7 +99,7 @@ def _check_module(path: str, module: Any) -> None:
             f"{name} is a unit already: jfsdp.shard was applied to it before. Apply it once to each "
             "module, the inner ones first."
         )
-    if not callable(getattr(type(module), "__call__", None)):
+    if not callable(module):
         raise ValueError(
             f"{name} is a container without a forward (__call__), so there is nothing to gather its "
             "parameters for. Shard the modules in it, or the module that calls them."
@@ -145,7 +153,9 @@ def _own_spec(
     annotation as it was (google/flax#5112).
     """
     metadata = variable.get_metadata()
-    unknown = [k for k in metadata if ("shard" in k or "partition" in k) and k not in _KNOWN_METADATA]
+    unknown = [
+        k for k in metadata if ("shard" in k or "partition" in k) and k not in _KNOWN_METADATA
+    ]
     if unknown:
         raise ValueError(
             f"{path}: its metadata {unknown} looks like a sharding annotation that this version of jfsdp "
@@ -154,10 +164,13 @@ def _own_spec(
     spec = spec_of(variable.get_raw_value())
     if spec is not None:
         return spec
-    names = [metadata.get(k) for k in ("out_sharding", "sharding", "sharding_names") if metadata.get(k)]
+    names = [
+        metadata.get(k) for k in ("out_sharding", "sharding", "sharding_names") if metadata.get(k)
+    ]
     if not names:
         return None
-    spec = names[0].spec if isinstance(names[0], NamedSharding) else PartitionSpec(*names[0])
+    given: Any = names[0]
+    spec = given.spec if isinstance(given, NamedSharding) else PartitionSpec(*given)
     spec = spmd.get_pspec(spec, metadata.get("sharding_rules"))
     if stacked_axis is not None and len(spec) == ndim - 1:
         entries = list(spec)
@@ -189,7 +202,7 @@ def _replicate(variable: nnx.Variable, dp: DataParallelMesh) -> None:
 # Born sharded
 
 
-def init_module(fn: Callable[[], nnx.Module], shard: Callable[[Any], Any]) -> nnx.Module:
+def init_module(fn: Callable[[], Any], shard: Callable[[Any], Any]) -> Any:
     """Make `fn()` under jit with every parameter laid where `shard` puts it.
 
     Args:
@@ -242,7 +255,11 @@ def _swap_class(module: Any, methods: Iterable[str]) -> None:
 @functools.cache
 def _unit_class(original: type, methods: tuple[str, ...]) -> type:
     body: dict[str, Any] = {name: _forward(getattr(original, name)) for name in methods}
-    body |= {"_jfsdp_methods": methods, "__doc__": original.__doc__, "__module__": original.__module__}
+    body |= {
+        "_jfsdp_methods": methods,
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+    }
     return type(f"FSDP{original.__name__}", (original, FSDPModule), body)
 
 
@@ -252,39 +269,3 @@ def _forward(method: Callable) -> Callable:
         return call_unit(self, method, args, kwargs)
 
     return forward
-
-
-# --------------------------------------------------------------------------------------------------
-# Reports
-
-
-def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement]]:
-    """Every sharded parameter of a module or pytree, and the unit that gathers it; tied ones once."""
-    rows: list[tuple[PlanRow, Unit, Placement]] = []
-    units = [(path, node) for path, node in walk(tree) if isinstance(node, FSDPModule)]
-    root = units[0][0] if units else ""
-    seen: set[int] = set()
-    for unit_path, node in units:
-        unit = unit_of(node)
-        assert unit is not None
-        below = unit_path.removeprefix(root).lstrip(".")
-        for path, variable in owned(node).items():
-            placement = placement_of(variable)
-            if placement is None or id(variable) in seen:
-                continue
-            seen.add(id(variable))
-            rows.append((_row(below, path, placement, unit.dp), unit, placement))
-    return rows
-
-
-def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
-    return PlanRow(
-        path=f"{unit_path}.{path}" if unit_path else path,
-        unit=unit_path or ROOT,
-        shape=placement.shape,
-        dtype=placement.dtype,
-        spec=placement.spec,
-        bytes=placement.bytes,
-        bytes_per_device=placement.shard_bytes(dp.mesh),
-        reason=placement.reason,
-    )

@@ -13,9 +13,10 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jfsdp.layout import lay, named_sharding, spec_of, to_spec
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_tree import placement_of
-from jfsdp.placement import Placement, lay, named_sharding, spec_of, to_spec
+from jfsdp.placement import Placement
 from jfsdp.units import Unit, is_array
 
 __all__ = ["pin_batch", "whole"]
@@ -32,7 +33,11 @@ def whole(variable: nnx.Variable, unit: Unit) -> jax.Array:
 
 def _lay(value: jax.Array, placement: Placement, dp: DataParallelMesh, shards: bool) -> jax.Array:
     lost = len(placement.shape) - value.ndim  # a scan has taken the stacked axis
-    entries = [axes for dim, axes in enumerate(placement.entries) if not lost or dim != placement.stacked_axis]
+    entries = [
+        axes
+        for dim, axes in enumerate(placement.entries)
+        if not lost or dim != placement.stacked_axis
+    ]
     if not shards:
         entries = [tuple(axis for axis in axes if axis not in dp.axes) for axes in entries]
     return lay(value, named_sharding(dp.mesh, to_spec(entries), value.ndim))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,30 +13,18 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import nnx_auto as auto
 from jfsdp import region as regions
-from jfsdp.borders import RULE, Row, input_specs, is_key, is_spec, output_rows, row_of_output
-from jfsdp.nnx_tree import class_name, owned, placement_of, unit_of, walk
+from jfsdp.borders import RULE, is_spec
+from jfsdp.nnx_tree import class_name, owned, placement_of, walk
 from jfsdp.units import Shard, Unit, cast_floating, is_array
 from jfsdp.unshard import refuse_gathered, unshard
 
-__all__ = ["call_unit"]
+__all__ = ["Call", "call_auto", "call_here"]
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
 """Whether the code being traced was called by a unit's forward."""
 
 
-def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a method of a unit: through a region in the global view, here in the per-device view."""
-    unit = unit_of(module)
-    assert unit is not None
-    call = _Call(module, method, args, kwargs)
-    if regions.in_per_device_view(unit.dp):
-        return _call_here(call, unit)
-    if unit.partitioning == "auto":
-        return _call_auto(call, unit)
-    return _call_in_region(call, unit)
-
-
-class _Call:
+class Call:
     """One call of a unit, as a function of arrays.
 
     The module and its arguments are split into structure and arrays, and merged again inside every
@@ -104,7 +91,9 @@ class _Call:
         treedef, leaves = out_specs or (jax.tree.structure(0), (RULE,))
         prefix = jax.tree.unflatten(treedef, leaves)
         try:
-            specs = jax.tree.leaves(jax.tree.broadcast(prefix, result, is_leaf=is_spec), is_leaf=is_spec)
+            specs = jax.tree.leaves(
+                jax.tree.broadcast(prefix, result, is_leaf=is_spec), is_leaf=is_spec
+            )
         except ValueError as error:
             raise ValueError(
                 f"{self.name}: out_specs={prefix!r} is no prefix of the result, whose structure is "
@@ -149,7 +138,8 @@ def _leaves_as_it_came(variable: nnx.Variable) -> bool:
 # In the per-device view
 
 
-def _call_here(call: _Call, unit: Unit) -> Any:
+def call_here(call: Call, unit: Unit) -> Any:
+    """Call a unit in the per-device view: gather its parameters, run its forward."""
     is_root = not _inside.get()
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
@@ -166,7 +156,9 @@ def _call_here(call: _Call, unit: Unit) -> Any:
     return _run(call, unit, is_root, prepare, lambda tree: tree, *types)
 
 
-def _call_auto(call: _Call, unit: Unit) -> Any:
+def call_auto(call: Call, unit: Unit) -> Any:
+    """Call a unit in the global view with casts and sharding constraints; XLA communicates."""
+
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
         _refuse_strangers(call.name, module)
         for variable in owned(module).values():
@@ -182,7 +174,7 @@ def _call_auto(call: _Call, unit: Unit) -> Any:
 
 
 def _run(
-    call: _Call,
+    call: Call,
     unit: Unit,
     is_root: bool,
     prepare: Callable[..., None],
@@ -242,7 +234,7 @@ def _refuse_strangers(caller: str, module: Any) -> None:
         )
 
 
-def _gathered_types(call: _Call, unit: Unit, is_root: bool) -> tuple[list[Any], list[Any]]:
+def _gathered_types(call: Call, unit: Unit, is_root: bool) -> tuple[list[Any], list[Any]]:
     """The shards that this call will gather, and the shapes and dtypes they will have then."""
     shards, wholes = [], []
     for variable in owned(call.objects[0]).values():
@@ -258,148 +250,3 @@ def _gathered_types(call: _Call, unit: Unit, is_root: bool) -> tuple[list[Any], 
             shards.append(shard)
             wholes.append(jax.ShapeDtypeStruct(tuple(shape), how.param_dtype))
     return shards, wholes
-
-
-# --------------------------------------------------------------------------------------------------
-# In the global view
-
-
-def _call_in_region(call: _Call, unit: Unit) -> Any:
-    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
-    dp = unit.dp
-    asked = unit.out_specs[1] if unit.out_specs else ()
-    others = [s for s in (*asked, *dict(unit.state_specs).values()) if s is not RULE]
-    region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
-    order: list[tuple[int, int]] = []
-    counts: list[int] = []
-    global_statistics: set[int] = set()
-
-    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
-        for _, node in walk((module, args, kwargs)):
-            if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-                node.axis_name = dp.axes
-                global_statistics.update((id(node.mean), id(node.var)))
-
-    def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
-        return _call_here(_Call(module, call.method, args, kwargs), unit)
-
-    def body(leaves: Sequence[jax.Array]) -> regions.Rows:
-        folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
-        arrays, states = call.trace(folded, prepare, invoke)
-        wanted = call.spread_over_result(unit.out_specs)
-        kinds = [
-            row_of_output(call.name, name, x, local_batch, dp, spec)
-            for (name, x), spec in zip(arrays, wanted, strict=True)
-        ]
-        kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
-        rows: regions.Rows = tuple([] for _ in region.rows)
-        order.clear()
-        for kind, (_, value) in zip(kinds, [*arrays, *states], strict=True):
-            index = region.rows.index(kind)
-            order.append((index, len(rows[index])))
-            rows[index].append(value)
-        counts[:] = [len(arrays)]
-        return rows
-
-    rows = regions.call(body, call.leaves, region)
-    values = [rows[row][column] for row, column in order]
-    return call.finish(values[: counts[0]], values[counts[0] :])
-
-
-def _leaf_specs(
-    call: _Call, unit: Unit
-) -> tuple[list[PartitionSpec], list[bool], list[bool], int | None]:
-    """For each leaf its spec, whether the unit reduces its gradient, whether it is a key to fold."""
-    items, _ = jax.tree_util.tree_flatten_with_path(
-        call.state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    names = _argument_names(call)
-    inputs = {
-        index: (_argument_path(names, path), leaf)
-        for index, (path, leaf) in enumerate(items)
-        if not isinstance(leaf, nnx.Variable) and _key(path[0]) != 0
-    }
-    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, dict(unit.in_specs))
-    spec_of_input = dict(zip(inputs, given, strict=True))
-    specs, reduced, keys = [], [], []
-    for index, (path, leaf) in enumerate(items):
-        variable = leaf if isinstance(leaf, nnx.Variable) else None
-        placement = placement_of(variable) if variable is not None else None
-        if placement is not None:
-            spec = placement.manual_spec()
-        elif variable is not None:
-            spec = _spec_of_state(call, path, variable, unit)
-        else:
-            spec = spec_of_input.get(index, PartitionSpec())
-        arrays = jax.tree.leaves(leaf)
-        specs += [spec] * len(arrays)
-        reduced += [placement is not None] * len(arrays)
-        # A key that all devices share would give every shard the same dropout mask.
-        folds = isinstance(variable, nnx.RngKey) or (index in inputs and is_key(leaf))
-        keys += [folds and not any(spec)] * len(arrays)
-    return specs, reduced, keys, local_batch
-
-
-def _argument_names(call: _Call) -> list[str]:
-    """Names of the positional arguments, in order."""
-    args = call.objects[1]
-    try:
-        parameters = list(inspect.signature(call.method).parameters.values())[1:]
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*names, *(f"args[{i}]" for i in range(len(names), len(args)))]
-
-
-def _argument_path(names: list[str], path: tuple) -> str:
-    where, *rest = (_key(key) for key in path)
-    first = names[rest[0]] if where == 1 else rest[0]
-    return ".".join(map(str, (first, *rest[1:])))
-
-
-def _key(key: Any) -> Any:
-    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
-
-
-def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
-    for kind, spec in unit.state_specs:
-        if isinstance(variable, kind):
-            return spec
-    return None
-
-
-def _spec_of_state(call: _Call, path: tuple, variable: nnx.Variable, unit: Unit) -> PartitionSpec:
-    asked = _state_spec(variable, unit)
-    if asked is None and isinstance(variable, nnx.Cache) and variable.shape:
-        raise ValueError(
-            f"{call.name}: {'.'.join(str(_key(key)) for key in path[1:])} (shape {tuple(variable.shape)}) is a "
-            "decode cache, with one row for each element of the batch. Say how it lies with "
-            "jfsdp.shard(..., state_specs={nnx.Cache: PartitionSpec("
-            f"{', '.join(map(repr, unit.dp.batch_spec))})}}), or use partitioning=\"auto\"."
-        )
-    return asked or PartitionSpec()
-
-
-def _fold(key: jax.Array, dp: Any) -> jax.Array:
-    index = jax.lax.axis_index(dp.axes)
-    fold = jax.random.fold_in
-    for _ in range(key.ndim if is_key(key) else key.ndim - 1):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, index)
-
-
-def _row_of_state(call: _Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
-    asked = _state_spec(variable, unit)
-    if asked is not None:
-        return Row(asked)
-    if same or isinstance(variable, nnx.RngCount):
-        return Row(PartitionSpec())
-    if isinstance(variable, nnx.BatchStat):
-        return Row(PartitionSpec(), mean=True)
-    raise ValueError(
-        f"{call.name} changes state of the type {type(variable).__name__} (shape "
-        f"{tuple(variable.shape)}), and jfsdp cannot know how it lies on the data-parallel devices. Say "
-        f"so with jfsdp.shard(..., state_specs={{{type(variable).__name__}: PartitionSpec(...)}}): "
-        "the data-parallel axes where dimension 0 is the batch, PartitionSpec() where every device "
-        "computes the same value."
-    )

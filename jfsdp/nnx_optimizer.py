@@ -14,9 +14,9 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jfsdp.layout import lay, named_sharding
 from jfsdp.mesh import AnyMesh
 from jfsdp.nnx_tree import PLACEMENT, class_name, placement_of, unit_of, walk
-from jfsdp.placement import lay, named_sharding
 
 __all__ = ["mesh_of", "watch_optimizers"]
 

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import Placement
+from jfsdp.plan import ROOT, PlanRow
 from jfsdp.units import Unit, is_array
 
-__all__ = ["FSDPModule", "class_name", "owned", "placement_of", "unit_of", "walk"]
+__all__ = ["FSDPModule", "class_name", "owned", "placement_of", "plan_rows", "unit_of", "walk"]
 
 PLACEMENT = "jfsdp_placement"
 """Name of the Variable metadata that holds a parameter's Placement."""
@@ -89,3 +91,37 @@ def _name(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
+
+
+def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement]]:
+    """Every sharded parameter of a module or pytree, and the unit that gathers it; tied ones once."""
+    rows: list[tuple[PlanRow, Unit, Placement]] = []
+    units: list[tuple[str, Any]] = [
+        (p, node) for p, node in walk(tree) if isinstance(node, FSDPModule)
+    ]
+    root = units[0][0] if units else ""
+    seen: set[int] = set()
+    for unit_path, node in units:
+        unit = unit_of(node)
+        assert unit is not None
+        below = unit_path.removeprefix(root).lstrip(".")
+        for path, variable in owned(node).items():
+            placement = placement_of(variable)
+            if placement is None or id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            rows.append((_row(below, path, placement, unit.dp), unit, placement))
+    return rows
+
+
+def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
+    return PlanRow(
+        path=f"{unit_path}.{path}" if unit_path else path,
+        unit=unit_path or ROOT,
+        shape=placement.shape,
+        dtype=placement.dtype,
+        spec=placement.spec,
+        bytes=placement.bytes,
+        bytes_per_device=placement.shard_bytes(dp.mesh),
+        reason=placement.reason,
+    )

@@ -6,16 +6,18 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.layout import named_sharding, to_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 
-__all__ = ["Placement", "lay", "named_sharding", "place", "spec_of"]
+__all__ = ["Placement", "place"]
 
 Entries = tuple[tuple[str, ...], ...]
 """A PartitionSpec with one tuple of axis names for each dimension."""
@@ -136,46 +138,8 @@ def place(
     return Placement(path, shape, leaf.dtype, entries, dims, stacked_axis, reason)
 
 
-def spec_of(array: Any) -> PartitionSpec | None:
-    """The PartitionSpec that an array, a tracer or an abstract array carries, or None."""
-    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else None
-    sharding = sharding or getattr(array, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-    return spec if spec is not None and any(spec) else None
-
-
-def named_sharding(mesh: AnyMesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
-    """A sharding in the form in which a compiled step returns it.
-
-    jit's cache tells P("x") from P("x", None). On Auto axes XLA leaves trailing Nones out; on Explicit
-    ones the array's type names every dimension. In another form the second step would compile again.
-    """
-    if AxisType.Explicit in mesh.axis_types:
-        spec = PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
-    return NamedSharding(mesh, spec)  # pyright: ignore[reportArgumentType]
-
-
-def lay(value: Any, sharding: NamedSharding) -> Any:
-    """Lay an array, a tracer or an abstract array as `sharding` says; other values pass."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    if isinstance(value, jax.core.Tracer):
-        if sharding.mesh.are_all_axes_explicit:
-            return jax.sharding.reshard(value, sharding)
-        return jax.lax.with_sharding_constraint(value, sharding)
-    return jax.device_put(value, sharding) if hasattr(value, "dtype") else value
-
-
-def to_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """A PartitionSpec in the one form that jit's cache compares equal: no trailing None."""
-    parts = [axes if len(axes) > 1 else axes[0] if axes else None for axes in entries]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return PartitionSpec(*parts)
-
-
 def _itemsize(dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return np.dtype(np.uint32).itemsize * 2
     return np.dtype(dtype).itemsize
 
@@ -312,7 +276,12 @@ def _asked(
 
 
 def _check_divides(
-    path: str, shape: tuple[int, ...], dim: int, dp: DataParallelMesh, axes: tuple[str, ...], who: str
+    path: str,
+    shape: tuple[int, ...],
+    dim: int,
+    dp: DataParallelMesh,
+    axes: tuple[str, ...],
+    who: str,
 ) -> None:
     parts = dp.size_of(axes)
     if shape[dim] % parts:

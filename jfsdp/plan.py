@@ -132,12 +132,11 @@ def _cells(group: list[PlanRow]) -> tuple[str, ...]:
     unit = _range([r.unit for r in group])
     shape = "x".join(map(str, row.shape)) or "scalar"
     spec = "P(" + ", ".join(map(repr, row.spec)) + ")"
-    name = path if unit != row.unit or row.unit == ROOT else path
-    return (unit, name, shape, str(row.dtype), spec, human(row.bytes_per_device) + times)
+    return (unit, path, shape, str(row.dtype), spec, human(row.bytes_per_device) + times)
 
 
 def _range(names: list[str]) -> str:
-    """ "blocks.0" and "blocks.5" as "blocks.0-5"."""
+    """The first and the last name as one: "blocks.0" and "blocks.5" are "blocks.0-5"."""
     first, last = names[0].split("."), names[-1].split(".")
     parts = [a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)]
     return ".".join(parts)
@@ -152,5 +151,7 @@ def _reasons(rows: Sequence[PlanRow]) -> list[str]:
 
 def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:], "-" * max(map(len, lines))]

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.sharding import PartitionSpec
 
 from jfsdp.comm import AllGather, ReduceScatter
@@ -70,7 +69,6 @@ class Unit:
             all_gather=self.all_gather,
             reduce_scatter=self.reduce_scatter,
         )
-
 
     def least_bytes(self, placement: Placement, is_root: bool) -> dict[str, float]:
         """Bytes that one device must receive for a parameter in one step that trains it.
@@ -237,7 +235,9 @@ def _check_type(name: str, value: Any, wanted: type) -> None:
 Selector = type | str | Callable[[str, Any], bool]
 
 
-def matcher(selectors: Selector | Iterable[Selector]) -> list[tuple[Selector, Callable[[str, Any], bool]]]:
+def matcher(
+    selectors: Selector | Iterable[Selector],
+) -> list[tuple[Selector, Callable[[str, Any], Any]]]:
     """Turn `units=` into predicates over (path, module).
 
     Args:
@@ -251,7 +251,7 @@ def matcher(selectors: Selector | Iterable[Selector]) -> list[tuple[Selector, Ca
     return [(selector, _predicate(selector)) for selector in selectors]
 
 
-def _predicate(selector: Any) -> Callable[[str, Any], bool]:
+def _predicate(selector: Any) -> Callable[[str, Any], Any]:
     if isinstance(selector, type):
         return lambda path, module: isinstance(module, selector)
     if isinstance(selector, str):
@@ -270,4 +270,6 @@ def _glob(parts: list[str], pattern: list[str]) -> bool:
         return not parts
     if pattern[0] == "**":
         return any(_glob(parts[skip:], pattern[1:]) for skip in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _glob(parts[1:], pattern[1:])
+    return (
+        bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _glob(parts[1:], pattern[1:])
+    )

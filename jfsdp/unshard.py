@@ -107,7 +107,8 @@ def _psum_scatter(gradient: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.A
         return scatter(gradient)
     # jax 0.10.2 to 0.12.0.1 cannot lower a psum_scatter while other axes of the mesh are Explicit.
     spec = jax.typeof(gradient).sharding.spec
-    return jax.sharding.auto_axes(scatter, axes=explicit, out_sharding=spec)(gradient)
+    automatic: Callable = jax.sharding.auto_axes(scatter, axes=explicit, out_sharding=spec)
+    return automatic(gradient)
 
 
 # Never differentiated: it makes cast and gather, the user's own gather included, one equation of one
@@ -194,8 +195,11 @@ def keep_recomputed_gathers() -> Iterator[None]:
 
 
 _RESHAPES = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims name optimization_barrier "
-    "reduce_precision reshape reshard rev sharding_constraint slice split squeeze transpose".split()
+    {
+        *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "name"),
+        *("optimization_barrier", "reduce_precision", "reshape", "reshard", "rev"),
+        *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
+    }
 )
 
 
@@ -224,7 +228,9 @@ def refuse_gathered(shards: Iterable[Any], wholes: Iterable[Any]) -> Callable[..
             return operand not in shard_types
         if primitive.name in _RESHAPES and operand in whole_types:
             results = jax.eval_shape(lambda x: primitive.bind(x, **params), operands[0])
-            whole_types.update((r.shape, r.dtype) for r in jax.tree.leaves(results) if math.prod(r.shape) > 1)
+            whole_types.update(
+                (r.shape, r.dtype) for r in jax.tree.leaves(results) if math.prod(r.shape) > 1
+            )
             return False
         return True
 

@@ -1,0 +1,174 @@
+"""Calling an NNX unit: which view it is called in, and in the global one what crosses the border how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jfsdp import region as regions
+from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
+from jfsdp.mesh import DataParallelMesh
+from jfsdp.nnx_call import Call, call_auto, call_here
+from jfsdp.nnx_tree import placement_of, unit_of, walk
+from jfsdp.units import Unit
+
+__all__ = ["call_unit"]
+
+
+def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a method of a unit: through a region in the global view, here in the per-device view."""
+    unit = unit_of(module)
+    assert unit is not None
+    call = Call(module, method, args, kwargs)
+    if regions.in_per_device_view(unit.dp):
+        return call_here(call, unit)
+    if unit.partitioning == "auto":
+        return call_auto(call, unit)
+    return call_in_region(call, unit)
+
+
+def call_in_region(call: Call, unit: Unit) -> Any:
+    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
+    dp = unit.dp
+    asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
+    others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
+    region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
+    order: list[tuple[int, int]] = []
+    counts: list[int] = []
+    global_statistics: set[int] = set()
+
+    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
+        for _, node in walk((module, args, kwargs)):
+            if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+                node.axis_name = dp.axes  # pyright: ignore[reportAttributeAccessIssue]
+                global_statistics.update((id(node.mean), id(node.var)))
+
+    def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
+        return call_here(Call(module, call.method, args, kwargs), unit)
+
+    def body(leaves: Sequence[jax.Array]) -> regions.Rows:
+        folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
+        arrays, states = call.trace(folded, prepare, invoke)
+        wanted = call.spread_over_result(unit.out_specs)
+        kinds = [
+            row_of_output(call.name, name, x, local_batch, dp, spec)
+            for (name, x), spec in zip(arrays, wanted, strict=True)
+        ]
+        kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
+        rows: regions.Rows = tuple([] for _ in region.rows)
+        order.clear()
+        for kind, (_, value) in zip(kinds, [*arrays, *states], strict=True):
+            index = region.rows.index(kind)
+            order.append((index, len(rows[index])))
+            rows[index].append(value)
+        counts[:] = [len(arrays)]
+        return rows
+
+    rows = regions.call(body, call.leaves, region)
+    values = [rows[row][column] for row, column in order]
+    return call.finish(values[: counts[0]], values[counts[0] :])
+
+
+def _leaf_specs(
+    call: Call, unit: Unit
+) -> tuple[list[PartitionSpec], list[bool], list[bool], int | None]:
+    """For each leaf its spec, whether the unit reduces its gradient, whether it is a key to fold."""
+    items, _ = jax.tree_util.tree_flatten_with_path(
+        call.state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    names = _argument_names(call)
+    inputs = {
+        index: (_argument_path(names, path), leaf)
+        for index, (path, leaf) in enumerate(items)
+        if not isinstance(leaf, nnx.Variable) and _key(path[0]) != 0
+    }
+    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, dict(unit.in_specs))
+    spec_of_input = dict(zip(inputs, given, strict=True))
+    specs, reduced, keys = [], [], []
+    for index, (path, leaf) in enumerate(items):
+        variable = leaf if isinstance(leaf, nnx.Variable) else None
+        placement = placement_of(variable) if variable is not None else None
+        if placement is not None:
+            spec = placement.manual_spec()
+        elif variable is not None:
+            spec = _spec_of_state(call, path, variable, unit)
+        else:
+            spec = spec_of_input.get(index, PartitionSpec())
+        arrays = jax.tree.leaves(leaf)
+        specs += [spec] * len(arrays)
+        reduced += [placement is not None] * len(arrays)
+        # A key that all devices share would give every shard the same dropout mask.
+        folds = isinstance(variable, nnx.RngKey) or (index in inputs and is_key(leaf))
+        keys += [folds and not any(spec)] * len(arrays)
+    return specs, reduced, keys, local_batch
+
+
+def _argument_names(call: Call) -> list[str]:
+    """Names of the positional arguments, in order."""
+    args = call.objects[1]
+    try:
+        parameters = list(inspect.signature(call.method).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [*names, *(f"args[{i}]" for i in range(len(names), len(args)))]
+
+
+def _argument_path(names: list[str], path: tuple) -> str:
+    where, *rest = (_key(key) for key in path)
+    first = names[rest[0]] if where == 1 else rest[0]
+    return ".".join(map(str, (first, *rest[1:])))
+
+
+def _key(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+
+
+def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
+    for kind, spec in unit.state_specs:
+        if isinstance(variable, kind):
+            return spec
+    return None
+
+
+def _spec_of_state(call: Call, path: tuple, variable: nnx.Variable, unit: Unit) -> PartitionSpec:
+    asked = _state_spec(variable, unit)
+    if asked is None and isinstance(variable, nnx.Cache) and variable.shape:
+        name = ".".join(str(_key(key)) for key in path[1:])
+        raise ValueError(
+            f"{call.name}: {name} (shape {tuple(variable.shape)}) is a decode cache, with one row for "
+            "each element of the batch. Say how it lies with "
+            "jfsdp.shard(..., state_specs={nnx.Cache: PartitionSpec("
+            f'{", ".join(map(repr, unit.dp.batch_spec))})}}), or use partitioning="auto".'
+        )
+    return asked or PartitionSpec()
+
+
+def _fold(key: jax.Array, dp: DataParallelMesh) -> jax.Array:
+    index = jax.lax.axis_index(dp.axes)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim if is_key(key) else key.ndim - 1):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
+
+
+def _row_of_state(call: Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
+    asked = _state_spec(variable, unit)
+    if asked is not None:
+        return Row(asked)
+    if same or isinstance(variable, nnx.RngCount):
+        return Row(PartitionSpec())
+    if isinstance(variable, nnx.BatchStat):
+        return Row(PartitionSpec(), mean=True)
+    raise ValueError(
+        f"{call.name} changes state of the type {type(variable).__name__} (shape "
+        f"{tuple(variable.shape)}), and jfsdp cannot know how it lies on the data-parallel devices. Say "
+        f"so with jfsdp.shard(..., state_specs={{{type(variable).__name__}: PartitionSpec(...)}}): "
+        "the data-parallel axes where dimension 0 is the batch, PartitionSpec() where every device "
+        "computes the same value."
+    )
