@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.units import is_array
 
@@ -209,8 +210,7 @@ def _check_fits(
 
 
 def _axes(spec: Iterable[Any]) -> tuple[str, ...]:
-    names = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return tuple(axis for entry in names for axis in entry)
+    return tuple(axis for entry in spec for axis in axes_of_entry(entry))
 
 
 def output_rows(dp: DataParallelMesh, others: Iterable[PartitionSpec]) -> tuple[Row, ...]:

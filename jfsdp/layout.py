@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfsdp.mesh import AnyMesh
 
-__all__ = ["lay", "named_sharding", "spec_of", "to_spec"]
+__all__ = ["axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
 
 
 def spec_of(array: Any) -> PartitionSpec | None:
@@ -42,6 +42,13 @@ def lay(value: Any, sharding: NamedSharding) -> Any:
             return jax.sharding.reshard(value, sharding)
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding) if hasattr(value, "dtype") else value
+
+
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a PartitionSpec names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def to_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:

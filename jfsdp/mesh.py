@@ -177,7 +177,27 @@ def resolve_mesh(mesh: AnyMesh | None, dims: DataParallelMeshDims | None) -> Dat
                     f"DataParallelMeshDims.{field} names the axis {name!r}, which the mesh does not "
                     f"have. Its axes: {describe_mesh(mesh)}."
                 )
-    return DataParallelMesh(mesh, dims)
+    return DataParallelMesh(_usable(mesh), dims)
+
+
+def _usable(mesh: AnyMesh) -> AnyMesh:
+    """The mesh itself, or the same devices and axes as Auto ones.
+
+    `jax.make_mesh` makes Explicit axes unless told otherwise. Arrays on them are typed, and ordinary
+    code (the gradient of a cross entropy by labels, a whole-matrix optimizer) does not type-check. Who
+    wants that says so with `jax.set_mesh`.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types or context == getattr(mesh, "abstract_mesh", mesh):
+        return mesh
+    return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
+
+
+def with_axis_types(mesh: AnyMesh, axis_types: tuple[AxisType, ...]) -> AnyMesh:
+    """The same devices and axes with other axis types."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=axis_types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 def _mesh_in_context() -> AnyMesh | None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import region as regions
 from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
+from jfsdp.explicit import leave
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import Call, call_auto, call_here
 from jfsdp.nnx_tree import placement_of, unit_of, walk
@@ -33,6 +34,7 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
 
 
 def call_in_region(call: Call, unit: Unit) -> Any:
+    """Open the region over the data-parallel axes and call the unit inside."""
     specs, reduced, keys, local_batch = _leaf_specs(call, unit)
     dp = unit.dp
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
@@ -71,7 +73,10 @@ def call_in_region(call: Call, unit: Unit) -> Any:
 
     rows = regions.call(body, call.leaves, region)
     values = [rows[row][column] for row, column in order]
-    return call.finish(values[: counts[0]], values[counts[0] :])
+    specs_of = [region.rows[row].spec for row, _ in order]
+    arrays = zip(values[: counts[0]], specs_of, strict=False)
+    outputs = [leave(x, spec, dp, call.leaves) for x, spec in arrays]
+    return call.finish(outputs, values[counts[0] :])
 
 
 def _leaf_specs(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.layout import named_sharding, to_spec
+from jfsdp.layout import axes_of_entry, named_sharding, to_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 
 __all__ = ["Placement", "place"]
@@ -153,7 +153,7 @@ def _own_entries(
             f"{path}: its PartitionSpec {spec} has {len(given)} entries but its shape {shape} has "
             f"{len(shape)} dimensions."
         )
-    entries = tuple(_axes(entry) for entry in given) + ((),) * (len(shape) - len(given))
+    entries = tuple(axes_of_entry(entry) for entry in given) + ((),) * (len(shape) - len(given))
     for axis in itertools.chain(*entries):
         if axis not in dp.mesh.axis_names:
             raise ValueError(
@@ -166,12 +166,6 @@ def _own_entries(
                 "axis holds copies. Drop it from the parameter's spec, or make it a shard axis."
             )
     return tuple(dp.larger_than_one(axes) for axes in entries)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _checked_stacked_axis(path: str, shape: tuple[int, ...], axis: int | None) -> int | None:

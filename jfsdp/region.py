@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jfsdp.borders import Row
+from jfsdp.explicit import enter, mesh_at_hand
+from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.unshard import keep_recomputed_gathers
 
@@ -57,26 +59,19 @@ class Region:
 
     def map(self, function: Callable[[Any], Any], in_specs: Any, out_specs: Any) -> Callable:
         """`function` in the per-device view."""
-        context = jax.sharding.get_abstract_mesh()
-        mesh = self.dp.mesh if context.empty else context
         mapped = jax.shard_map(
             function,
-            mesh=mesh,
+            mesh=mesh_at_hand(self.dp),
             in_specs=(in_specs,),
             out_specs=out_specs,
             axis_names=set(self.dp.axes),
             check_vma=False,
         )
-
-        def call(values: Any) -> Any:
-            return mapped(_move(values, in_specs, mesh, self.dp) if self.dp.explicit else values)
-
-        jitted = jax.jit(call, inline=True)  # outside of jit, still one program
-        return _first_order(jitted)
+        return _first_order(jax.jit(mapped, inline=True))  # outside of jit, still one program
 
     def copies(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The data-parallel axes larger than 1 over which `spec` holds copies."""
-        named = {axis for entry in spec for axis in _axes(entry)}
+        named = {axis for entry in spec for axis in axes_of_entry(entry)}
         return tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in named)
 
 
@@ -102,10 +97,18 @@ def in_per_device_view(dp: DataParallelMesh) -> bool:
     """Whether the code that is being traced already runs per device over all data-parallel axes.
 
     Raises:
-        ValueError: it does over some of them only.
+        ValueError: it does over some of them only, or the mesh in context has Explicit axes that were
+            Auto when the module was sharded.
     """
-    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
     axes = dp.larger_than_one(dp.axes)
+    if AxisType.Explicit in context.axis_types and not dp.explicit and not manual:
+        raise ValueError(
+            "a sharded module is called under jax.set_mesh with Explicit axes, but was sharded outside of "
+            "it, where jfsdp takes the axes as Auto. Put jfsdp.shard and the training step under the same "
+            "jax.set_mesh, or neither."
+        )
     inside = [axis for axis in axes if axis in manual]
     if inside and len(inside) < len(axes):
         raise ValueError(
@@ -170,7 +173,8 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
         out_specs = [region.in_specs[index] for index in tape.wanted]
         return region.map(local, in_specs, out_specs)((residuals, rows))
 
-    return _differentiated_inside(run, record, replay, leaves)
+    entering = [enter(x, spec, region.dp) for x, spec in zip(leaves, region.in_specs, strict=True)]
+    return _differentiated_inside(run, record, replay, entering)
 
 
 def call_here(body: Body, leaves: Sequence[jax.Array]) -> Rows:
@@ -271,25 +275,3 @@ def _is_floating(value: Any) -> bool:
 
 def _is_cotangent(value: Any) -> bool:
     return not isinstance(value, SymbolicZero) and value.dtype != jax.dtypes.float0
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _move(values: Any, specs: Any, mesh: Any, dp: DataParallelMesh) -> Any:
-    """On Explicit axes an array must already lie as the region takes it; on Auto ones XLA moves it."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def move(value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        typed = jax.typeof(value).sharding.spec
-        entries = []
-        for dim in range(value.ndim):
-            ours = _axes(spec[dim]) if dim < len(spec) else ()
-            theirs = _axes(typed[dim]) if dim < len(typed) else ()
-            axes = [a for a in ours if types[a] == AxisType.Explicit]
-            entries.append(tuple(axes + [a for a in theirs if a not in dp.axes]) or None)
-        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*entries)))
-
-    spread = jax.tree.broadcast(specs, values, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    return jax.tree.map(move, values, spread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 
@@ -28,12 +29,15 @@ STEPS = 10
 # A gradient that is zero in exact arithmetic (a bias before BatchNorm, the key bias of attention) is
 # rounding noise, which AdamW with a tiny eps turns into a full step of either sign.
 OPTIMIZER = optax.adamw(1e-3, eps=1e-3)
-QUICK = {("S8", AxisType.Auto), ("R2xS4", AxisType.Explicit)}
+# Explicit axes are used as Auto ones unless the mesh is set with jax.set_mesh.
+AXES = ("auto", "explicit", "explicit_set")
+QUICK = {("S8", "auto"), ("R2xS4", "explicit_set")}
 
 
-def mesh_and_dims(name: str, axis_type: AxisType = AxisType.Auto):
+def mesh_and_dims(name: str, axes_are: str):
     """The mesh of that name over the first devices, and its data-parallel axes."""
     shape, axes, dims = MESHES[name]
+    axis_type = AxisType.Auto if axes_are == "auto" else AxisType.Explicit
     devices = jax.devices()[: math.prod(shape)]
     mesh = jax.make_mesh(shape, axes, devices=devices, axis_types=(axis_type,) * len(axes))
     return mesh, dims
@@ -77,18 +81,19 @@ def reference(name: str):
 def combinations():
     """Every mesh, axis type and model; the quick part has two of the meshes."""
     for mesh in MESHES:
-        for axis_type in (AxisType.Auto, AxisType.Explicit):
+        for axes in AXES:
             for case in CASES:
-                marks = () if (mesh, axis_type) in QUICK else (pytest.mark.slow,)
-                yield pytest.param(mesh, axis_type, case, marks=marks, id=f"{mesh}-{axis_type.name}-{case}")
+                marks = () if (mesh, axes) in QUICK else (pytest.mark.slow,)
+                yield pytest.param(mesh, axes, case, marks=marks, id=f"{mesh}-{axes}-{case}")
 
 
-@pytest.mark.parametrize(("mesh", "axis_type", "case"), list(combinations()))
-def test_training_equals_the_unsharded_model(mesh, axis_type, case):
-    mesh, dims = mesh_and_dims(mesh, axis_type)
-    model = CASES[case].sharded(mesh, dp_mesh_dims=dims)
-    losses, grads, state = train(model, CASES[case].batch)
+@pytest.mark.parametrize(("mesh", "axes", "case"), list(combinations()))
+def test_training_equals_the_unsharded_model(mesh, axes, case):
+    mesh, dims = mesh_and_dims(mesh, axes)
     expected_losses, expected_grads, expected_state = reference(case)
+    with jax.set_mesh(mesh) if axes == "explicit_set" else contextlib.nullcontext():
+        model = CASES[case].sharded(mesh, dp_mesh_dims=dims)
+        losses, grads, state = train(model, CASES[case].batch)
     for name, expected in expected_grads.items():
         np.testing.assert_allclose(grads[name], expected, rtol=0, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-6)
