@@ -18,10 +18,9 @@ from jfsdp.nnx_tree import class_name, owned, placement_of, walk
 from jfsdp.units import Shard, Unit, cast_floating, is_array
 from jfsdp.unshard import refuse_gathered, unshard
 
-__all__ = ["Call", "call_auto", "call_here"]
+__all__ = ["Call", "call_auto", "call_here", "called_by_a_unit"]
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside", default=False)
-"""Whether the code being traced was called by a unit's forward."""
 
 
 class Call:
@@ -65,20 +64,21 @@ class Call:
 
         flat, self._result = jax.tree_util.tree_flatten_with_path(result)
         self._constants = [_ARRAY if is_array(x) else x for _, x in flat]
-        self._changed = [
-            path
+        changed = {
+            path: v
             for path, v in before.items()
             if v.get_raw_value() is not values[path] and not _leaves_as_it_came(v)
-        ]
-        changed = [(before[p], jax.tree.leaves(before[p].get_raw_value())) for p in self._changed]
+        }
+        self._changed = {p: jax.tree.structure(v.get_raw_value()) for p, v in changed.items()}
         arrays = [(jax.tree_util.keystr(path), x) for path, x in flat if is_array(x)]
-        return arrays, [(variable, x) for variable, xs in changed for x in xs]
+        return arrays, [
+            (v, x) for v in changed.values() for x in jax.tree.leaves(v.get_raw_value())
+        ]
 
     def finish(self, arrays: Sequence[Any], states: Sequence[Any]) -> Any:
         """Write changed state to the caller's own Variables and rebuild the result."""
         variables, remaining = dict(_variables(self.objects)), iter(states)
-        for path in self._changed:
-            treedef = jax.tree.structure(variables[path].get_raw_value())
+        for path, treedef in self._changed.items():
             value = jax.tree.unflatten(treedef, itertools.islice(remaining, treedef.num_leaves))
             variables[path].set_raw_value(value)
         values = iter(arrays)
@@ -138,12 +138,22 @@ def _leaves_as_it_came(variable: nnx.Variable) -> bool:
 # In the per-device view
 
 
-def call_here(call: Call, unit: Unit) -> Any:
-    """Call a unit in the per-device view: gather its parameters, run its forward."""
-    is_root = not _inside.get()
+def called_by_a_unit() -> bool:
+    """Whether the code being traced was called by a unit's forward."""
+    return _inside.get()
+
+
+def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
+    """Call a unit in the per-device view: gather its parameters, run its forward.
+
+    Args:
+        call: the call.
+        unit: the unit's settings.
+        outermost: no unit outside of this one has hidden the shards of what is below yet.
+    """
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
-        if is_root:
+        if outermost:
             _hide_shards((module, args, kwargs))
         _refuse_strangers(call.name, module)
         for variable in owned(module).values():
@@ -152,8 +162,8 @@ def call_here(call: Call, unit: Unit) -> Any:
                 how = unit.gathering(value.placement, value.array)
                 variable.set_raw_value(unshard(value.array, how))
 
-    types = _gathered_types(call, unit, is_root)
-    return _run(call, unit, is_root, prepare, lambda tree: tree, *types)
+    types = _gathered_types(call, unit, outermost)
+    return _run(call, unit, prepare, lambda tree: tree, *types)
 
 
 def call_auto(call: Call, unit: Unit) -> Any:
@@ -168,15 +178,13 @@ def call_auto(call: Call, unit: Unit) -> Any:
     def pin(tree: Any) -> Any:
         return auto.pin_batch(tree, unit.dp, _is_node)
 
-    is_root = not _inside.get()
-    shards, wholes = _gathered_types(call, unit, is_root=True)
-    return _run(call, unit, is_root, prepare, pin, shards, [*shards, *wholes])
+    shards, wholes = _gathered_types(call, unit, outermost=True)
+    return _run(call, unit, prepare, pin, shards, [*shards, *wholes])
 
 
 def _run(
     call: Call,
     unit: Unit,
-    is_root: bool,
     prepare: Callable[..., None],
     pin: Callable[[Any], Any],
     shards: list[Any],
@@ -200,7 +208,7 @@ def _run(
         arrays, states = call.trace(leaves, prepare, invoke)
         return [x for _, x in arrays], [x for _, x in states]
 
-    if shards and unit.reshards(is_root):
+    if shards and unit.reshards(is_root=not _inside.get()):
         run = jax.checkpoint(
             lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
         )
@@ -234,12 +242,12 @@ def _refuse_strangers(caller: str, module: Any) -> None:
         )
 
 
-def _gathered_types(call: Call, unit: Unit, is_root: bool) -> tuple[list[Any], list[Any]]:
+def _gathered_types(call: Call, unit: Unit, outermost: bool) -> tuple[list[Any], list[Any]]:
     """The shards that this call will gather, and the shapes and dtypes they will have then."""
     shards, wholes = [], []
     for variable in owned(call.objects[0]).values():
         value, placement = variable.get_raw_value(), placement_of(variable)
-        if placement is None or not (is_root or isinstance(value, Shard)):
+        if placement is None or not (outermost or isinstance(value, Shard)):
             continue
         shard = value.array if isinstance(value, Shard) else value
         how = unit.gathering(placement, shard)

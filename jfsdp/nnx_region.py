@@ -14,7 +14,7 @@ from jfsdp import region as regions
 from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
 from jfsdp.explicit import leave
 from jfsdp.mesh import DataParallelMesh
-from jfsdp.nnx_call import Call, call_auto, call_here
+from jfsdp.nnx_call import Call, call_auto, call_here, called_by_a_unit
 from jfsdp.nnx_tree import placement_of, unit_of, walk
 from jfsdp.units import Unit
 
@@ -27,7 +27,7 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
     assert unit is not None
     call = Call(module, method, args, kwargs)
     if regions.in_per_device_view(unit.dp):
-        return call_here(call, unit)
+        return call_here(call, unit, outermost=not called_by_a_unit())
     if unit.partitioning == "auto":
         return call_auto(call, unit)
     return call_in_region(call, unit)
@@ -51,7 +51,7 @@ def call_in_region(call: Call, unit: Unit) -> Any:
                 global_statistics.update((id(node.mean), id(node.var)))
 
     def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
-        return call_here(Call(module, call.method, args, kwargs), unit)
+        return call_here(Call(module, call.method, args, kwargs), unit, outermost=True)
 
     def body(leaves: Sequence[jax.Array]) -> regions.Rows:
         folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
