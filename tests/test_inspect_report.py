@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from programs import loop_to, (
+from programs import (
+    loop_to,
     lower,
     make_mesh,
 )
