@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -200,6 +203,21 @@ def with_axis_types(mesh: AnyMesh, axis_types: tuple[AxisType, ...]) -> AnyMesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
+_traced_under: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+    "traced_under", default=None
+)
+
+
+@contextlib.contextmanager
+def mesh_known_to_traced_code() -> Iterator[None]:
+    """Let `resolve_mesh` find the mesh in context while a function is traced, where jax hides it."""
+    token = _traced_under.set(None if jax.sharding.get_mesh().empty else jax.sharding.get_mesh())
+    try:
+        yield
+    finally:
+        _traced_under.reset(token)
+
+
 def _mesh_in_context() -> AnyMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -207,7 +225,7 @@ def _mesh_in_context() -> AnyMesh | None:
     try:
         return jax.sharding.get_mesh()
     except ValueError:  # under a jax transformation only the abstract mesh is known
-        return mesh
+        return _traced_under.get() or mesh
 
 
 def _dims_by_position(mesh: AnyMesh) -> DataParallelMeshDims:

@@ -12,7 +12,7 @@ from flax.core import spmd
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.layout import lay, named_sharding, spec_of
-from jfsdp.mesh import DataParallelMesh
+from jfsdp.mesh import DataParallelMesh, mesh_known_to_traced_code, with_axis_types
 from jfsdp.nnx_optimizer import mesh_of, watch_optimizers
 from jfsdp.nnx_region import call_unit
 from jfsdp.nnx_tree import (
@@ -221,20 +221,37 @@ def init_program(
     fn: Callable[[], nnx.Module], shard: Callable[[Any], Any]
 ) -> tuple[Any, nnx.Module]:
     """The jitted function that `init_module` runs, which returns the arrays, and the abstract module."""
-    abstract = nnx.eval_shape(fn)
-    shard(abstract)
-    mesh = mesh_of(abstract)
-    assert isinstance(mesh, Mesh)
+    with mesh_known_to_traced_code():
+        abstract = nnx.eval_shape(fn)
+        shard(abstract)
+        mesh = mesh_of(abstract)
+        assert isinstance(mesh, Mesh)
+        for _, node in walk(abstract):
+            if isinstance(node, nnx.Variable):  # eval_shape drops what fn laid itself
+                node.set_raw_value(_abstract(node, mesh))
     # On an Explicit mesh a random array is replicated unless told otherwise; on an Auto one XLA computes
     # each device's part of it only.
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    _, state = nnx.split(abstract, graph=True)
-    shardings = [NamedSharding(auto, leaf.sharding.spec) for leaf in jax.tree.leaves(state)]
+    auto = with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
+    leaves = jax.tree.leaves(nnx.split(abstract, graph=True)[1])
+    shardings = [named_sharding(auto, leaf.sharding.spec, leaf.ndim) for leaf in leaves]
 
     def make() -> list[Any]:
-        return jax.tree.leaves(nnx.split(fn(), graph=True)[1])
+        context = jax.sharding.get_abstract_mesh()
+        with jax.sharding.use_abstract_mesh(context if context.empty else auto.abstract_mesh):
+            return jax.tree.leaves(nnx.split(fn(), graph=True)[1])
 
     return jax.jit(make, out_shardings=shardings), abstract
+
+
+def _abstract(variable: nnx.Variable, mesh: Mesh) -> Any:
+    placement = placement_of(variable)
+    spec = PartitionSpec() if placement is None else placement.spec
+
+    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = named_sharding(mesh, spec, len(leaf.shape))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(describe, variable.get_raw_value())
 
 
 # --------------------------------------------------------------------------------------------------
