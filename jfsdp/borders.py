@@ -71,6 +71,7 @@ def input_specs(
         spec = _prefix_match(name, asked)
         if spec is None and array.ndim:
             spec = dp.batch_spec
+        if array.ndim and spec and spec == dp.batch_spec:
             batches[name] = tuple(array.shape)
         specs.append(spec if spec is not None else PartitionSpec())
     return specs, _local_batch(caller, batches, dp)
@@ -125,10 +126,15 @@ def _check_asked(
     dp: DataParallelMesh,
     asked: Mapping[str, PartitionSpec],
 ) -> None:
-    for key, spec in asked.items():
-        for name, array in inputs:
-            if name == key or name.startswith(f"{key}."):
-                _check_fits(f"{caller}: in_specs[{key!r}]", name, array, spec, dp)
+    wrong = [
+        f"{caller}: in_specs[{key!r}] = {spec}{fault}"
+        for key, spec in asked.items()
+        for name, array in inputs
+        if name == key or name.startswith(f"{key}.")
+        for fault in _misfits(name, array, spec, dp)
+    ]
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
@@ -149,12 +155,12 @@ def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
 
 
 def freeze_specs(
-    name: str, asked: Any, dp: DataParallelMesh
+    name: str, asked: Any, key_type: type, dp: DataParallelMesh
 ) -> tuple[tuple[Any, PartitionSpec], ...]:
     """Check a dict of PartitionSpecs over data-parallel axes and make it hashable.
 
     Raises:
-        TypeError: it is no dict, or a value no PartitionSpec.
+        TypeError: it is no dict, a key is not of `key_type`, or a value no PartitionSpec.
         ValueError: a spec names another axis.
     """
     if asked is None:
@@ -162,6 +168,9 @@ def freeze_specs(
     if not isinstance(asked, Mapping):
         raise TypeError(f"{name} must be a dict with a PartitionSpec for each key, got {asked!r}.")
     for key, spec in asked.items():
+        if not isinstance(key, key_type):
+            wanted = "argument names" if key_type is str else "Variable types"
+            raise TypeError(f"{name} must have {wanted} as keys, got {key!r}.")
         check_spec(f"{name}[{getattr(key, '__name__', repr(key))}]", spec, dp)
     return tuple(asked.items())
 
@@ -195,18 +204,16 @@ def is_spec(value: Any) -> bool:
     return value is RULE or isinstance(value, PartitionSpec)
 
 
-def _check_fits(
-    what: str, name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh
-) -> None:
+def _misfits(name: str, array: Any, spec: PartitionSpec, dp: DataParallelMesh) -> list[str]:
+    """What keeps an argument from being split as `spec` says."""
     if len(spec) > array.ndim:
-        raise ValueError(f"{what} = {spec} has more entries than {name} of shape {array.shape}.")
-    for dim, entry in enumerate(spec):
-        parts = dp.size_of(_axes((entry,)))
-        if array.shape[dim] % parts:
-            raise ValueError(
-                f"{what} = {spec}: dimension {dim} of {name} (shape {array.shape}) does not divide by "
-                f"{parts}."
-            )
+        return [f" has more entries than {name} of shape {tuple(array.shape)} has dimensions."]
+    parts = [dp.size_of(_axes((entry,))) for entry in spec]
+    return [
+        f": dimension {dim} of {name} (shape {tuple(array.shape)}) does not divide by {count}."
+        for dim, count in enumerate(parts)
+        if array.shape[dim] % count
+    ]
 
 
 def _axes(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -239,6 +246,11 @@ def row_of_output(
         ValueError: it is neither a batch nor a floating scalar, and `out_specs` does not say.
     """
     floating = jnp.issubdtype(array.dtype, jnp.inexact)
+    if asked is not None and len(asked) > array.ndim:
+        raise ValueError(
+            f"{caller}: out_specs has {asked} for its result{name}, whose shape on each device is "
+            f"{tuple(array.shape)}: more entries than dimensions."
+        )
     if asked is not None:
         return Row(asked, mean=floating and asked != dp.batch_spec)
     if array.ndim and array.shape[0] == local_batch:

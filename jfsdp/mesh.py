@@ -52,7 +52,10 @@ class DataParallelMeshDims:
             )
         for field in ("shard", "replicate"):
             value = getattr(self, field)
-            names = _names(value)
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, field, value)
+            names = _names(value) if value is None or isinstance(value, str | tuple) else (value,)
             if not all(isinstance(name, str) for name in names):
                 raise TypeError(
                     f"DataParallelMeshDims.{field} takes axis names (str or tuple of str), got "
@@ -62,8 +65,6 @@ class DataParallelMeshDims:
                 raise ValueError(
                     f"DataParallelMeshDims.{field} is empty: pass None for no axis, or name one."
                 )
-            if isinstance(value, list):
-                object.__setattr__(self, field, names)
         names = self.replicate_names + self.shard_names
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.layout import lay, named_sharding, spec_of
 from jfsdp.mesh import DataParallelMesh, mesh_known_to_traced_code, with_axis_types
@@ -19,7 +21,9 @@ from jfsdp.nnx_tree import (
     PLACEMENT,
     UNIT,
     FSDPModule,
+    check_axes,
     class_name,
+    owned,
     placement_of,
     unit_of,
     walk,
@@ -45,6 +49,9 @@ def shard_module(
     targets = [*_selected(module, units), ("", module)]
     for path, target in targets:
         _check_module(path, target)
+    check_axes(module, unit.dp)
+    _check_devices(module, unit.dp)
+    inner = dataclasses.replace(unit, in_specs=(), out_specs=None)  # those speak of `module`
     # Every error is raised before the first module changes.
     plans: list[tuple[str, nnx.Module, dict[str, tuple[nnx.Variable, Placement]]]] = []
     claimed: set[int] = {id(target) for _, target in targets}
@@ -54,7 +61,7 @@ def shard_module(
     for _, target, plan in plans:
         for variable, placement in plan.values():
             _move(variable, placement, unit.dp)
-        _make_unit(target, unit)
+        _make_unit(target, unit if target is module else inner)
     for _, node in walk(module):
         if isinstance(node, nnx.Variable) and placement_of(node) is None:
             _replicate(node, unit.dp)
@@ -66,7 +73,7 @@ def register_forward_method(module: nnx.Module, name: str) -> None:
     """See `jfsdp.register_forward_method`."""
     if not isinstance(module, FSDPModule):
         return
-    if not callable(getattr(module, name, None)):
+    if not callable(getattr(type(module), name, None)):
         raise ValueError(f"register_forward_method: {class_name(module)} has no method {name!r}.")
     _swap_class(module, (*type(module)._jfsdp_methods, name))
 
@@ -99,10 +106,26 @@ def _check_module(path: str, module: Any) -> None:
             f"{name} is a unit already: jfsdp.shard was applied to it before. Apply it once to each "
             "module, the inner ones first."
         )
-    if not callable(module):
+    if not callable(module) or not isinstance(module, nnx.Module):
         raise ValueError(
             f"{name} is a container without a forward (__call__), so there is nothing to gather its "
             "parameters for. Shard the modules in it, or the module that calls them."
+        )
+    placed = [(p, placement_of(v)) for p, v in owned(module).items() if isinstance(v, nnx.Param)]
+    if placed and all(p is not None and p.path.endswith(f".{path}") for path, p in placed):
+        raise ValueError(
+            f"{name} lies in a module that was made a unit before, which owns its parameters. Apply "
+            "jfsdp.shard to the inner ones first, then to the outer one."
+        )
+
+
+def _check_devices(module: nnx.Module, dp: DataParallelMesh) -> None:
+    values = jax.tree.leaves(nnx.state(module))
+    concrete = [x for x in values if not isinstance(x, jax.ShapeDtypeStruct | Tracer)]
+    if isinstance(dp.mesh, AbstractMesh) and concrete:
+        raise ValueError(
+            "the mesh is an AbstractMesh, which has no devices to lay these arrays on. Make one with "
+            "jax.make_mesh, or shard an abstract model: nnx.eval_shape(lambda: Model(...))."
         )
 
 
@@ -127,8 +150,13 @@ def _plan(
     for path, variable in variables.items():
         full = f"{prefix}.{path}" if prefix else path
         value = variable.get_raw_value()
-        if not isinstance(variable, nnx.Param) or not is_array(value):
+        if not isinstance(variable, nnx.Param):
             continue
+        if not is_array(value):
+            raise TypeError(
+                f"{full}: an nnx.Param must hold one array to be sharded, got {type(value).__name__}. Make "
+                "each array a Param of its own, or use another Variable type."
+            )
         if placement_of(variable) is not None:  # tied to a parameter of an earlier unit
             continue
         asked = shard_placement_fn(full, variable) if shard_placement_fn else None
@@ -225,7 +253,11 @@ def init_program(
         abstract = nnx.eval_shape(fn)
         shard(abstract)
         mesh = mesh_of(abstract)
-        assert isinstance(mesh, Mesh)
+        if not isinstance(mesh, Mesh):
+            raise ValueError(
+                "jfsdp.init makes arrays, and the mesh is an AbstractMesh without devices. Make one with "
+                "jax.make_mesh, or shard an abstract model: nnx.eval_shape(lambda: Model(...))."
+            )
         for _, node in walk(abstract):
             if isinstance(node, nnx.Variable):  # eval_shape drops what fn laid itself
                 node.set_raw_value(_abstract(node, mesh))

@@ -106,8 +106,8 @@ class Call:
         if nnx.graphdef(objects, graph=True) == structure:
             return
         after = dict(_variables(objects))
-        new = [f"  {path}: {type(after[path]).__name__}" for path in after.keys() - before.keys()]
-        gone = [f"  {path}: {type(before[path]).__name__}" for path in before.keys() - after.keys()]
+        new = [_described(path, after[path]) for path in after.keys() - before.keys()]
+        gone = [_described(path, before[path]) for path in before.keys() - after.keys()]
         what = (
             f"creates Variables:\n{chr(10).join(sorted(new))}"
             if new
@@ -123,6 +123,11 @@ class Call:
 
 
 _ARRAY = object()
+
+
+def _described(path: str, variable: nnx.Variable) -> str:
+    where, _, rest = path.partition(".")
+    return f"  {rest if where == '0' else f'arguments.{rest}'}: {type(variable).__name__}"
 
 
 def _variables(tree: Any) -> list[tuple[str, nnx.Variable]]:

@@ -15,7 +15,7 @@ from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
 from jfsdp.explicit import leave
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import Call, call_auto, call_here, called_by_a_unit
-from jfsdp.nnx_tree import placement_of, unit_of, walk
+from jfsdp.nnx_tree import check_axes, placement_of, unit_of, walk
 from jfsdp.units import Unit
 
 __all__ = ["call_unit"]
@@ -35,8 +35,10 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
 
 def call_in_region(call: Call, unit: Unit) -> Any:
     """Open the region over the data-parallel axes and call the unit inside."""
-    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
     dp = unit.dp
+    check_axes(call.objects[0], dp)
+    _check_argument_names(call, unit)
+    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
@@ -111,6 +113,20 @@ def _leaf_specs(
         folds = isinstance(variable, nnx.RngKey) or (index in inputs and is_key(leaf))
         keys += [folds and not any(spec)] * len(arrays)
     return specs, reduced, keys, local_batch
+
+
+def _check_argument_names(call: Call, unit: Unit) -> None:
+    module, _, kwargs = call.objects
+    methods = [getattr(type(module), name) for name in type(module)._jfsdp_methods]
+    parameters = [p for m in methods for p in list(inspect.signature(m).parameters.values())[1:]]
+    names = {p.name for p in parameters} | set(kwargs)
+    open_ended = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+    for key, spec in unit.in_specs:
+        if key.partition(".")[0] not in names and not open_ended:
+            raise ValueError(
+                f"{call.name}: in_specs[{key!r}] = {spec} names no argument. Its arguments: "
+                f"{', '.join(sorted(names)) or '(none)'}."
+            )
 
 
 def _argument_names(call: Call) -> list[str]:

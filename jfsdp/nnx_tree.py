@@ -8,12 +8,21 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfsdp.mesh import DataParallelMesh
+from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.placement import Placement
 from jfsdp.plan import ROOT, PlanRow
 from jfsdp.units import Unit, is_array
 
-__all__ = ["FSDPModule", "class_name", "owned", "placement_of", "plan_rows", "unit_of", "walk"]
+__all__ = [
+    "FSDPModule",
+    "check_axes",
+    "class_name",
+    "owned",
+    "placement_of",
+    "plan_rows",
+    "unit_of",
+    "walk",
+]
 
 PLACEMENT = "jfsdp_placement"
 """Name of the Variable metadata that holds a parameter's Placement."""
@@ -79,6 +88,25 @@ def owned(module: nnx.Module) -> dict[str, nnx.Variable]:
     return {path: node for path, node in found if isinstance(node, nnx.Variable)}
 
 
+def check_axes(module: Any, dp: DataParallelMesh) -> None:
+    """Check that every unit below communicates over the axes of `dp`, in whose region it will run.
+
+    Raises:
+        ValueError: one does not; it is named.
+    """
+    for path, node in walk(module):
+        unit = unit_of(node)
+        if unit is None or node is module:
+            continue
+        if unit.dp.mesh != dp.mesh or set(unit.dp.axes) != set(dp.axes):
+            raise ValueError(
+                f"{path} ({class_name(node)}) is a unit over {unit.dp.axes} of the mesh "
+                f"{describe_mesh(unit.dp.mesh)}, the module round it over {dp.axes} of "
+                f"{describe_mesh(dp.mesh)}: its gradients would be summed over other devices than its batch "
+                "lies on. Give both the same mesh and data-parallel axes."
+            )
+
+
 def _children(node: Any) -> list[tuple[str, Any]]:
     if is_array(node):
         return []
@@ -93,25 +121,36 @@ def _name(key: Any) -> str:
     return str(key)
 
 
-def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement]]:
-    """Every sharded parameter of a module or pytree, and the unit that gathers it; tied ones once."""
-    rows: list[tuple[PlanRow, Unit, Placement]] = []
+def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement, bool]]:
+    """Every sharded parameter of a module or pytree, tied ones once.
+
+    Returns:
+        For each its row, the unit that gathers it, where it lies, and whether that unit is outermost.
+    """
+    rows: list[tuple[PlanRow, Unit, Placement, bool]] = []
     units: list[tuple[str, Any]] = [
         (p, node) for p, node in walk(tree) if isinstance(node, FSDPModule)
     ]
-    root = units[0][0] if units else ""
+    roots = [path for path, _ in units if not any(_is_below(path, other) for other, _ in units)]
+    cut = roots[0] if len(roots) == 1 else ""
     seen: set[int] = set()
     for unit_path, node in units:
         unit = unit_of(node)
         assert unit is not None
-        below = unit_path.removeprefix(root).lstrip(".")
+        below = unit_path.removeprefix(cut).lstrip(".")
         for path, variable in owned(node).items():
             placement = placement_of(variable)
             if placement is None or id(variable) in seen:
                 continue
             seen.add(id(variable))
-            rows.append((_row(below, path, placement, unit.dp), unit, placement))
+            rows.append(
+                (_row(below, path, placement, unit.dp), unit, placement, unit_path in roots)
+            )
     return rows
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
 
 
 def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:

@@ -190,7 +190,7 @@ def _choose(
     axes = dp.shard_axes
     if not axes:
         return (), "the mesh has no shard axis larger than 1"
-    preset = _preset(path, shape, dp, own)
+    preset = _preset(path, shape, dp, own, stacked_axis)
     if asked is not None:
         return (_asked(path, shape, dp, own, stacked_axis, asked, preset),), ""
     if preset:
@@ -204,7 +204,11 @@ def _choose(
 
 
 def _preset(
-    path: str, shape: tuple[int, ...], dp: DataParallelMesh, own: Entries
+    path: str,
+    shape: tuple[int, ...],
+    dp: DataParallelMesh,
+    own: Entries,
+    stacked_axis: int | None,
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """The shard axes that the parameter's own spec already names."""
     found = [(dim, tuple(a for a in axes if a in dp.shard_axes)) for dim, axes in enumerate(own)]
@@ -218,6 +222,11 @@ def _preset(
             f"{list(dp.shard_axes)}. Name all of them or none."
         )
     for dim, axes in dims:
+        if dim == stacked_axis:
+            raise ValueError(
+                f"{path}: its own PartitionSpec {to_spec(own)} shards dimension {dim} of {shape}, which is "
+                "the stacked (layer) axis: every layer would be gathered at once. Shard another."
+            )
         if own[dim][: len(axes)] != axes:
             raise ValueError(
                 f"{path}: its own PartitionSpec {to_spec(own)} puts {own[dim]} on dimension {dim}; "
@@ -291,14 +300,13 @@ def _candidates(
 ) -> Iterator[tuple[tuple[int, tuple[str, ...]], ...]]:
     """Ways to place all shard axes on free dimensions, best first."""
     by_size = sorted(free, key=lambda dim: (-shape[dim], dim))
-    for dim in by_size:
-        if shape[dim] % dp.size_of(dp.shard_axes) == 0:
-            yield ((dim, dp.shard_axes),)
-    if len(dp.shard_axes) == 1:
-        return
-    for dims in itertools.permutations(by_size, len(dp.shard_axes)):
-        if all(shape[d] % dp.mesh.shape[a] == 0 for d, a in zip(dims, dp.shard_axes, strict=True)):
-            yield tuple(sorted((d, (a,)) for d, a in zip(dims, dp.shard_axes, strict=True)))
+    choices = itertools.product(by_size, repeat=len(dp.shard_axes))
+    for choice in sorted(choices, key=lambda dims: len(set(dims))):
+        axes_of: dict[int, tuple[str, ...]] = {}
+        for dim, axis in zip(choice, dp.shard_axes, strict=True):
+            axes_of[dim] = (*axes_of.get(dim, ()), axis)
+        if all(shape[dim] % dp.size_of(axes) == 0 for dim, axes in axes_of.items()):
+            yield tuple(sorted(axes_of.items()))
 
 
 def _why_not(

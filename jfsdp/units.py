@@ -70,8 +70,8 @@ class Unit:
             reduce_scatter=self.reduce_scatter,
         )
 
-    def least_bytes(self, placement: Placement, is_root: bool) -> dict[str, float]:
-        """Bytes that one device must receive for a parameter in one step that trains it.
+    def stated_bytes(self, placement: Placement, is_root: bool) -> dict[str, float]:
+        """Bytes that one device receives for a parameter in one step that trains it.
 
         All-gather (1 + reshard) * P * s_p * (F - 1)/F, reduce-scatter P * s_r * (F - 1)/F, all-reduce
         2 * P/F * s_r * (R - 1)/R, for P elements, F shards, R copies and s bytes an element.
@@ -92,7 +92,7 @@ class Unit:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
     """What a sharded parameter holds inside a region while its unit is not being called.
 
@@ -138,7 +138,12 @@ class Shard:
         raise TypeError(self._text())
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __getitem__ = __neg__ = _refuse
+    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __getitem__ = __len__ = __iter__ = __bool__ = __int__ = __float__ = __array__ = _refuse
+    __array_ufunc__ = None  # numpy leaves `x @ shard` to __rmatmul__
+    __hash__ = object.__hash__
 
 
 def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -174,6 +179,7 @@ def validate(
     all_gather: Any,
     reduce_scatter: Any,
     partitioning: Any,
+    stacked_axis: Any = None,
 ) -> None:
     """Check the arguments of `shard` that need no module.
 
@@ -207,6 +213,10 @@ def validate(
         _check_type("all_gather", all_gather, AllGather)
     if reduce_scatter is not None:
         _check_type("reduce_scatter", reduce_scatter, ReduceScatter)
+    if stacked_axis is not None and (
+        isinstance(stacked_axis, bool) or not isinstance(stacked_axis, int)
+    ):
+        raise TypeError(f"stacked_axis must be an int or None, got {stacked_axis!r}.")
     if partitioning not in ("manual", "auto"):
         raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
     if partitioning == "auto":
@@ -246,7 +256,7 @@ def matcher(
     Raises:
         TypeError: something else.
     """
-    if isinstance(selectors, type | str) or callable(selectors):
+    if isinstance(selectors, type | str) or not isinstance(selectors, Iterable):
         selectors = (selectors,)
     return [(selector, _predicate(selector)) for selector in selectors]
 

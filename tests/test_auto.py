@@ -1,4 +1,4 @@
-"""Auto partitioning: the same numbers and placements, XLA's collectives, and refusals of what it cannot keep."""
+"""Auto partitioning: the same numbers by XLA's collectives, and refusals of what it cannot keep."""
 
 from __future__ import annotations
 
