@@ -124,17 +124,11 @@ def mean_square(model: Any, x: jax.Array) -> jax.Array:
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Every array of a module or pytree by its path, parameters' metadata left out."""
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree)
+    """Every array of a module or pytree by its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(
-        nnx.to_pure_dict(tree) if _is_state(tree) else tree
+        nnx.state(tree) if isinstance(tree, nnx.Module) else tree
     )
     return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-
-
-def _is_state(tree: Any) -> bool:
-    return isinstance(tree, nnx.State)
 
 
 def assert_close(got: Any, expected: Any, **tolerance: float) -> None:

@@ -92,14 +92,11 @@ SPELLINGS = ("out_sharding", "sharding", "sharding_names")
 class Annotated(nnx.Module):
     """One (8,8) parameter for every spelling of the annotation."""
 
-    def __init__(self, **metadata: Any):
+    def __init__(self, spec: tuple[Any, Any], **metadata: Any):
         for name in SPELLINGS:
-            with (
-                pytest.warns(DeprecationWarning)
-                if name != SPELLINGS[0]
-                else contextlib.nullcontext()
-            ):
-                param = nnx.Param(jnp.ones((8, 8)), **{name: ("fsdp", None)}, **metadata)
+            old = name != "out_sharding"
+            with pytest.warns(DeprecationWarning) if old else contextlib.nullcontext():
+                param = nnx.Param(jnp.ones((8, 8)), **{name: spec}, **metadata)
             setattr(self, name, param)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -107,25 +104,15 @@ class Annotated(nnx.Module):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["annotated", "placed_by_flax"])
-def test_every_spelling_of_an_annotation_is_read(eager: bool):
-    """B04: `sharding=`, `sharding_names=`, `out_sharding=`: all three have local shard (1,8)."""
+@pytest.mark.parametrize(
+    "spec, local", [(("fsdp", None), (1, 8)), ((None, "fsdp"), (8, 1))], ids=["rows", "columns"]
+)
+def test_every_spelling_of_an_annotation_is_read(spec: Any, local: tuple[int, int], eager: bool):
+    """B04: all three of ('fsdp', None) have local shard (1,8); of (None, 'fsdp'), (8,1)."""
     mesh = make_mesh(fsdp=8)
     with jax.set_mesh(mesh):
-        model = jfsdp.shard(Annotated(eager_sharding=eager), mesh)
-    assert [local_shape(x) for x in jax.tree.leaves(nnx.state(model))] == [(1, 8)] * 3
-
-
-def test_an_annotation_is_obeyed_where_the_rule_would_choose_otherwise():
-    """B04: (None, 'fsdp') on (8,8): the rule alone would take dimension 0."""
-    mesh = make_mesh(fsdp=8)
-    model = nnx.Linear(
-        8,
-        8,
-        use_bias=False,
-        kernel_metadata={"out_sharding": (None, "fsdp"), "eager_sharding": False},
-        rngs=nnx.Rngs(0),
-    )
-    assert local_shape(jfsdp.shard(model, mesh).kernel[...]) == (8, 1)
+        model = jfsdp.shard(Annotated(spec, eager_sharding=eager), mesh)
+    assert [local_shape(x) for x in jax.tree.leaves(nnx.state(model))] == [local] * 3
 
 
 def test_an_unknown_spelling_of_an_annotation_raises():
