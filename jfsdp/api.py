@@ -16,7 +16,8 @@ from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.inspect import Minimum, Report
 from jfsdp.inspect.read import inspect as read
 from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
-from jfsdp.nnx_tree import plan_rows
+from jfsdp.nnx_init import init_module
+from jfsdp.nnx_tree import mesh_of, plan_rows
 from jfsdp.plan import Plan
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.units import Unit, validate
@@ -179,14 +180,14 @@ def init(fn: Callable[[], M], mesh: AnyMesh | None = None, **settings: Any) -> M
     """
 
     def apply(module: Any) -> Any:
-        has_units = nnx.mesh_of(module) is not None
+        has_units = mesh_of(module) is not None
         return (
             module
             if has_units and mesh is None and not settings
             else shard(module, mesh, **settings)
         )
 
-    return nnx.init_module(fn, apply)
+    return init_module(fn, apply)
 
 
 def register_forward_method(module: Any, name: str) -> None:

@@ -11,11 +11,11 @@ import jax
 from flax import nnx
 from flax.core import spmd
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.layout import lay, named_sharding, spec_of
-from jfsdp.mesh import DataParallelMesh, mesh_known_to_traced_code, with_axis_types
-from jfsdp.nnx_optimizer import mesh_of, watch_optimizers
+from jfsdp.mesh import DataParallelMesh
+from jfsdp.nnx_optimizer import watch_optimizers
 from jfsdp.nnx_region import call_unit
 from jfsdp.nnx_tree import (
     PLACEMENT,
@@ -224,66 +224,6 @@ def _replicate(variable: nnx.Variable, dp: DataParallelMesh) -> None:
         return lay(value, named_sharding(dp.mesh, PartitionSpec(), value.ndim))
 
     variable.set_raw_value(jax.tree.map(move, variable.get_raw_value()))
-
-
-# --------------------------------------------------------------------------------------------------
-# Born sharded
-
-
-def init_module(fn: Callable[[], Any], shard: Callable[[Any], Any]) -> Any:
-    """Make `fn()` under jit with every parameter laid where `shard` puts it.
-
-    Args:
-        fn: makes the module; it may call `jfsdp.shard` itself.
-        shard: makes the abstract module a unit.
-    """
-    jitted, abstract = init_program(fn, shard)
-    graphdef, state = nnx.split(abstract, graph=True)
-    leaves, treedef = jax.tree.flatten(state)
-    made = jitted()
-    arrays = [lay(x, leaf.sharding) for x, leaf in zip(made, leaves, strict=True)]
-    return nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays))
-
-
-def init_program(
-    fn: Callable[[], nnx.Module], shard: Callable[[Any], Any]
-) -> tuple[Any, nnx.Module]:
-    """The jitted function that `init_module` runs, which returns the arrays, and the abstract module."""
-    with mesh_known_to_traced_code():
-        abstract = nnx.eval_shape(fn)
-        shard(abstract)
-        mesh = mesh_of(abstract)
-        if not isinstance(mesh, Mesh):
-            raise ValueError(
-                "jfsdp.init makes arrays, and the mesh is an AbstractMesh without devices. Make one with "
-                "jax.make_mesh, or shard an abstract model: nnx.eval_shape(lambda: Model(...))."
-            )
-        for _, node in walk(abstract):
-            if isinstance(node, nnx.Variable):  # eval_shape drops what fn laid itself
-                node.set_raw_value(_abstract(node, mesh))
-    # On an Explicit mesh a random array is replicated unless told otherwise; on an Auto one XLA computes
-    # each device's part of it only.
-    auto = with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
-    leaves = jax.tree.leaves(nnx.split(abstract, graph=True)[1])
-    shardings = [named_sharding(auto, leaf.sharding.spec, leaf.ndim) for leaf in leaves]
-
-    def make() -> list[Any]:
-        context = jax.sharding.get_abstract_mesh()
-        with jax.sharding.use_abstract_mesh(context if context.empty else auto.abstract_mesh):
-            return jax.tree.leaves(nnx.split(fn(), graph=True)[1])
-
-    return jax.jit(make, out_shardings=shardings), abstract
-
-
-def _abstract(variable: nnx.Variable, mesh: Mesh) -> Any:
-    placement = placement_of(variable)
-    spec = PartitionSpec() if placement is None else placement.spec
-
-    def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = named_sharding(mesh, spec, len(leaf.shape))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(describe, variable.get_raw_value())
 
 
 # --------------------------------------------------------------------------------------------------

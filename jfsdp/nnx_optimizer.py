@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.layout import lay, named_sharding
 from jfsdp.mesh import AnyMesh
-from jfsdp.nnx_tree import PLACEMENT, class_name, placement_of, unit_of, walk
+from jfsdp.nnx_tree import PLACEMENT, class_name, mesh_of, placement_of, walk
 
-__all__ = ["mesh_of", "watch_optimizers"]
+__all__ = ["watch_optimizers"]
 
 _PLACED = "_jfsdp_placed"
 
@@ -51,12 +51,6 @@ def watch_optimizers() -> None:
     setattr(placed_init, _PLACED, True)
     nnx.Optimizer.__init__ = placed_init
     nnx.Optimizer.update = checked_update
-
-
-def mesh_of(model: Any) -> AnyMesh | None:
-    """The mesh of the first unit in a module; None if it has none."""
-    units = (unit_of(node) for _, node in walk(model))
-    return next((unit.dp.mesh for unit in units if unit is not None), None)
 
 
 def _place(optimizer: nnx.Optimizer, mesh: AnyMesh) -> None:

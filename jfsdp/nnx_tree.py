@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jfsdp.mesh import DataParallelMesh, describe_mesh
+from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.placement import Placement
 from jfsdp.plan import ROOT, PlanRow
 from jfsdp.units import Unit, is_array
@@ -17,6 +17,7 @@ __all__ = [
     "FSDPModule",
     "check_axes",
     "class_name",
+    "mesh_of",
     "owned",
     "placement_of",
     "plan_rows",
@@ -86,6 +87,12 @@ def owned(module: nnx.Module) -> dict[str, nnx.Variable]:
     """The Variables below `module` that it reaches without going through a nested unit, by path."""
     found = walk(module, descend=lambda node: unit_of(node) is None)
     return {path: node for path, node in found if isinstance(node, nnx.Variable)}
+
+
+def mesh_of(model: Any) -> AnyMesh | None:
+    """The mesh of the first unit in a module; None if it has none."""
+    units = (unit_of(node) for _, node in walk(model))
+    return next((unit.dp.mesh for unit in units if unit is not None), None)
 
 
 def check_axes(module: Any, dp: DataParallelMesh) -> None:

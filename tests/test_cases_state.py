@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfsdp
 import jfsdp.nnx
+from jfsdp.nnx_init import init_program
 
 # --------------------------------------------------------------------------------------------------
 # Initialization
@@ -43,7 +44,7 @@ import jfsdp.nnx
 def test_init_makes_no_parameter_whole_on_a_device(mesh_of: MeshOf):
     """B01: 4 bias-free 512x512 layers: 524,320 bytes out, less than 1 MB of temporaries."""
     with mesh_of(S=8) as mesh:
-        program, abstract = jfsdp.nnx.init_program(
+        program, abstract = init_program(
             lambda: linears(4, 512), lambda model: jfsdp.shard(model, mesh, units=nnx.Linear)
         )
         memory = program.lower().compile().memory_analysis()
