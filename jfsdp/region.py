@@ -159,11 +159,15 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
     def replay(residuals: list[jax.Array], rows: Rows, tape: _Tape) -> list[jax.Array]:
         def local(kept: tuple[list[jax.Array], Rows]) -> list[jax.Array]:
             shares = tuple(
-                [c / region.dp.size_of(region.copies(spec)) for c in row]
+                [share(c, spec) for c in row]
                 for spec, row in zip(region.out_specs, kept[1], strict=True)
             )
             gradients = tape.replay([r[0] for r in kept[0]], shares)
             return [summed(i, g) for i, g in zip(tape.wanted, gradients, strict=True)]
+
+        def share(cotangent: jax.Array, spec: PartitionSpec) -> jax.Array:
+            copies = region.dp.size_of(region.copies(spec))
+            return cotangent / copies if copies > 1 else cotangent
 
         def summed(index: int, gradient: jax.Array) -> jax.Array:
             axes = () if region.reduced[index] else region.copies(region.in_specs[index])
