@@ -101,8 +101,10 @@ def shard(
     (F - 1)/F gathered in `param_dtype`, P * (F - 1)/F reduce-scattered and 2 * P/F * (R - 1)/R
     all-reduced in `reduce_dtype`.
 
-    Limits of manual partitioning: reverse-mode differentiation only; operations across the batch see
-    one device's part of it, BatchNorm excepted, which is global.
+    Limits of manual partitioning: reverse-mode differentiation only; dimension 0 of every argument is
+    taken for the batch (an input without one needs `in_specs`); operations across the batch see one
+    device's part of it, BatchNorm excepted, which is global; a forward that walks another unit's
+    parameters as a pytree sees shards.
 
     References: Rajbhandari et al., ZeRO (2020); Zhao et al., PyTorch FSDP (2023); PyTorch FSDP2's
     `fully_shard`.
@@ -128,8 +130,8 @@ def shard(
     )
     if not isinstance(module, flax_nnx.Module):
         raise TypeError(
-            f"jfsdp.shard takes a flax.nnx.Module, got {type(module).__name__}. Linen modules are not "
-            "served by this version."
+            f"jfsdp.shard takes a flax.nnx.Module, got {_described(module)}. Linen modules are not served "
+            "by this version."
         )
     dp = resolve_mesh(mesh, dp_mesh_dims)
     unit = Unit(
@@ -280,6 +282,14 @@ def shardings(tree: Any) -> Any:
         return leaf.sharding
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _described(value: Any) -> str:
+    return (
+        f"the class {value.__name__}: make an instance"
+        if isinstance(value, type)
+        else type(value).__name__
+    )
 
 
 def _plan_rows(tree: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout import axes_of_entry
-from jfsdp.mesh import DataParallelMesh, describe_mesh
+from jfsdp.mesh import DataParallelMesh
 from jfsdp.units import is_array
 
 __all__ = [
@@ -97,7 +97,7 @@ def _local_batch(
     if size % dp.size:
         raise ValueError(
             f"{caller}: the batch is {size}, which does not divide over {dp.size} data-parallel devices "
-            f"({describe_mesh(dp.mesh)}):\n{listed}\n"
+            f"({', '.join(f'{axis}={dp.mesh.shape[axis]}' for axis in dp.axes)}):\n{listed}\n"
             f"Use a batch of {next_batch(size, dp.size)}, or if this is no batch, say how it lies with "
             "in_specs, for example jfsdp.shard(..., in_specs={'"
             + next(iter(batches))

@@ -159,7 +159,7 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
         if outermost:
-            _hide_shards((module, args, kwargs))
+            _hide_shards((module, args, kwargs), unit)
         _refuse_strangers(call.name, module)
         for variable in owned(module).values():
             value = variable.get_raw_value()
@@ -226,11 +226,26 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _hide_shards(tree: Any) -> None:
+def _hide_shards(tree: Any, unit: Unit) -> None:
     for _, variable in _variables(tree):
         placement = placement_of(variable)
-        if placement is not None:
-            variable.set_raw_value(Shard(variable.get_raw_value(), placement))
+        if placement is None:
+            continue
+        shard = variable.get_raw_value()
+        dims = placement.dims_at_rank(shard.ndim)
+        expected = list(placement.shape)
+        if shard.ndim < len(expected) and placement.stacked_axis is not None:
+            del expected[placement.stacked_axis]
+        for dim, axes in dims:
+            expected[dim] //= unit.dp.size_of(axes)
+        if any(shard.shape[dim] != expected[dim] for dim, _ in dims):
+            raise ValueError(
+                f"{placement.path}: sharded with shape {placement.shape}, so that a device's shard is "
+                f"{tuple(expected)}, but this call sees {shard.shape}. Either it was set to another shape "
+                "after jfsdp.shard, or your own shard_map closes over the model: pass the model's state "
+                "through its in_specs."
+            )
+        variable.set_raw_value(Shard(shard, placement))
 
 
 def _refuse_strangers(caller: str, module: Any) -> None:

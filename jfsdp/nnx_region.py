@@ -26,7 +26,7 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
     unit = unit_of(module)
     assert unit is not None
     call = Call(module, method, args, kwargs)
-    if regions.in_per_device_view(unit.dp):
+    if regions.in_per_device_view(unit.dp, call.name):
         return call_here(call, unit, outermost=not called_by_a_unit())
     if unit.partitioning == "auto":
         return call_auto(call, unit)

@@ -174,7 +174,7 @@ def _checked_stacked_axis(path: str, shape: tuple[int, ...], axis: int | None) -
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"{path}: stacked_axis={axis} does not exist in shape {shape}; it must be one of the "
-            f"{len(shape)} dimensions."
+            f"{len(shape)} dimensions. Parameters without the layer axis belong to another shard call."
         )
     return axis % len(shape)
 

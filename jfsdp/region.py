@@ -93,7 +93,7 @@ def _first_order(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return refusing
 
 
-def in_per_device_view(dp: DataParallelMesh) -> bool:
+def in_per_device_view(dp: DataParallelMesh, caller: str) -> bool:
     """Whether the code that is being traced already runs per device over all data-parallel axes.
 
     Raises:
@@ -105,15 +105,15 @@ def in_per_device_view(dp: DataParallelMesh) -> bool:
     axes = dp.larger_than_one(dp.axes)
     if AxisType.Explicit in context.axis_types and not dp.explicit and not manual:
         raise ValueError(
-            "a sharded module is called under jax.set_mesh with Explicit axes, but was sharded outside of "
+            f"{caller} is called under jax.set_mesh with Explicit axes, but was sharded outside of "
             "it, where jfsdp takes the axes as Auto. Put jfsdp.shard and the training step under the same "
             "jax.set_mesh, or neither."
         )
     inside = [axis for axis in axes if axis in manual]
     if inside and len(inside) < len(axes):
         raise ValueError(
-            f"a sharded module is called inside a shard_map over {inside}, but its data-parallel axes "
-            f"are {list(axes)}: map over all of them or over none."
+            f"{caller} is called inside a shard_map over {inside}, but its data-parallel axes are "
+            f"{list(axes)}: map over all of them or over none."
         )
     return len(inside) == len(axes)
 

@@ -92,7 +92,7 @@ class Unit:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shard:
     """What a sharded parameter holds inside a region while its unit is not being called.
 
@@ -133,6 +133,9 @@ class Shard:
             "  2. if another of its methods uses it, jfsdp.register_forward_method(module, name), or\n"
             "  3. leave the module out of `units`, so that the caller's unit gathers it."
         )
+
+    def __repr__(self) -> str:
+        return self._text()  # jax shows it where it refuses to make an array of it
 
     def _refuse(self, *_: Any) -> Any:
         raise TypeError(self._text())

@@ -27,7 +27,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Reproducible where nobody can rerun the failure by hand; new examples everywhere else.
 hypothesis.settings.register_profile(
-    "jfsdp", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI"))
+    "jfsdp",
+    deadline=None,
+    max_examples=25,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("jfsdp")
 

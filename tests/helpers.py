@@ -62,6 +62,15 @@ def explicit_set(**sizes: int) -> Iterator[Mesh]:
 
 both_axis_types = pytest.mark.parametrize("mesh_of", [auto, explicit_set], ids=_name)
 every_axis_type = pytest.mark.parametrize("mesh_of", [auto, explicit, explicit_set], ids=_name)
+both_axis_types_and_partitionings = pytest.mark.parametrize(
+    "mesh_of, partitioning",
+    [
+        (auto, "manual"),
+        (auto, "auto"),
+        (explicit_set, "manual"),
+        pytest.param(explicit_set, "auto", marks=pytest.mark.slow),
+    ],
+)
 both_partitionings = pytest.mark.parametrize("partitioning", ["manual", "auto"])
 
 

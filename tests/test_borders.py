@@ -105,7 +105,7 @@ def test_batch_that_does_not_divide_is_refused_with_the_next_that_does(dp):
         inputs(dp, x=array(12, 3))
     assert str(error.value) == (
         "Model.__call__: the batch is 12, which does not divide over 8 data-parallel devices "
-        "(r=2, s=4, tensor=2):\n"
+        "(r=2, s=4):\n"
         "  x: shape (12, 3)\n"
         "Use a batch of 16, or if this is no batch, say how it lies with in_specs, for example "
         "jfsdp.shard(..., in_specs={'x': PartitionSpec()}) for a copy on every device."

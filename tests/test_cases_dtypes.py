@@ -14,6 +14,7 @@ from helpers import (
     assert_spec,
     batch_on,
     both_axis_types,
+    both_axis_types_and_partitionings,
     both_partitionings,
     count_ops,
     leaves,
@@ -66,8 +67,7 @@ def call_rotary(mesh: Any, partitioning: str, **policy: Any) -> tuple[dict[str, 
     return seen, result
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_no_input_is_cast_where_that_is_off(mesh_of: MeshOf, partitioning: str):
     """B25: x f32, ids int32 257151, cos f32, a mask and a key: all as they came."""
     with mesh_of(S=8) as mesh:
@@ -140,8 +140,7 @@ def test_running_statistics_keep_their_dtype_and_move(partitioning: str):
     np.testing.assert_allclose(model.norm.mean[...], 1.0634, atol=1e-3)
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_state_that_is_no_parameter_keeps_its_dtype(mesh_of: MeshOf, partitioning: str):
     """B26: BatchStat f32, RngCount uint32, RngKey a key, and parameters stored in f32."""
     with mesh_of(S=8) as mesh:
@@ -198,8 +197,7 @@ def floating_gradient(model: Mixed, x: jax.Array) -> nnx.State:
     return nnx.grad(lambda model, x: jnp.mean(model(x) ** 2), argnums=of)(model, x)
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_only_real_floating_parameters_are_cast(mesh_of: MeshOf, partitioning: str):
     """B41: inside, w is bf16, q int8, c complex64 and the key a key; no warning."""
     with mesh_of(S=8) as mesh:
@@ -227,8 +225,7 @@ def test_parameters_of_every_dtype_are_sharded_and_gathered_in_it(mesh_of: MeshO
         assert count_ops(lowered, "all_gather") == 3
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_gradients_of_the_floating_parameters_ignore_the_others(mesh_of: MeshOf, partitioning: str):
     """B41: the gradient of w alone, equal to the unsharded one."""
     with mesh_of(S=8) as mesh:

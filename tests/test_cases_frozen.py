@@ -14,6 +14,7 @@ from helpers import (
     assert_close,
     batch_on,
     both_axis_types,
+    both_axis_types_and_partitionings,
     both_partitionings,
     count_ops,
     linears,
@@ -58,8 +59,7 @@ def lora() -> nnx.LoRALinear:
     return model
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_only_the_selected_kind_of_parameter_has_moments(mesh_of: MeshOf, partitioning: str):
     """B54: LoRALinear(16,8,rank 2) w.r.t. LoRAParam: mu and nu for (16,2) and (2,8), and scalars."""
     with mesh_of(S=8) as mesh:
@@ -165,8 +165,7 @@ def test_a_frozen_layer_has_no_moments(mesh_of: MeshOf):
     assert [(x.shape, local_shape(x)) for x in moments] == [((64, 64), (8, 64))] * 2
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_a_frozen_layer_keeps_its_dtype_its_bits_and_its_shards(mesh_of: MeshOf, partitioning: str):
     """B55: frozen bf16 stays bf16, bit-equal after 3 steps; the last layer trains as unsharded."""
     with mesh_of(S=8) as mesh:

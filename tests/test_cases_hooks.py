@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import MeshOf, both_axis_types, count_ops, make_mesh, mean_square, rows
+from helpers import (
+    MeshOf,
+    both_axis_types,
+    count_ops,
+    make_mesh,
+    mean_square,
+    rows,
+)
 
 import jfsdp
 from jfsdp.comm import DefaultAllGather, DefaultReduceScatter

@@ -16,9 +16,11 @@ from helpers import (
     EXPLICIT,
     MeshOf,
     assert_close,
+    auto,
     batch_on,
     both_axis_types,
     compilations,
+    explicit_set,
     gradients,
     leaves,
     local_shape,
@@ -103,12 +105,15 @@ def with_split_state_and_shardings(state: State, x: jax.Array) -> Callable[[Stat
 
 
 JITS = [
-    with_nnx_jit,
-    with_modules_as_pytrees,
-    with_shardings,
-    with_split_state,
-    pytest.param(with_donated_modules, marks=pytest.mark.slow),
-    pytest.param(with_split_state_and_shardings, marks=pytest.mark.slow),
+    (auto, with_nnx_jit),
+    (auto, with_modules_as_pytrees),
+    (auto, with_shardings),
+    (auto, with_split_state),
+    (explicit_set, with_nnx_jit),
+    (explicit_set, with_shardings),
+    pytest.param(auto, with_donated_modules, marks=pytest.mark.slow),
+    pytest.param(auto, with_split_state_and_shardings, marks=pytest.mark.slow),
+    pytest.param(explicit_set, with_split_state, marks=pytest.mark.slow),
 ]
 
 
@@ -121,8 +126,7 @@ def unsharded() -> dict[str, Any]:
     return leaves(model)
 
 
-@pytest.mark.parametrize("jit", JITS, ids=lambda jit: jit.__name__)
-@both_axis_types
+@pytest.mark.parametrize("mesh_of, jit", JITS, ids=lambda value: value.__name__)
 def test_every_jit_trains_the_same_and_compiles_once(mesh_of: MeshOf, jit: Any):
     """B50: 4 steps of adam under each jit: the unsharded parameters, one compilation."""
     with mesh_of(S=8) as mesh:

@@ -19,6 +19,7 @@ from helpers import (
     auto,
     batch_on,
     both_axis_types,
+    both_axis_types_and_partitionings,
     both_partitionings,
     explicit_set,
     gradients,
@@ -112,8 +113,7 @@ COPIED = jfsdp.DataParallelMeshDims(replicate=("R", "S"))
     ],
     ids=["R2xS4", "R8xS1", "S1", "copies_on_8", "S8", "does_not_divide"],
 )
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_gradients_have_no_factor_of_the_mesh(
     mesh_of: MeshOf, partitioning: str, sizes: Any, dims: Any, width: int, expected: float
 ):
@@ -203,8 +203,7 @@ class Norm(nnx.Module):
 
 
 @pytest.mark.parametrize("sizes", [{"S": 8}, {"R": 2, "S": 4}], ids=str)
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_batch_norm_has_global_statistics(mesh_of: MeshOf, partitioning: str, sizes: Any):
     """B35: arange(32) as (8,4): running mean 0.14 to 0.17, variance 1.83."""
     with mesh_of(**sizes) as mesh:

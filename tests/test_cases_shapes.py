@@ -18,6 +18,7 @@ from helpers import (
     auto,
     batch_on,
     both_axis_types,
+    both_axis_types_and_partitionings,
     both_partitionings,
     compilations,
     explicit_set,
@@ -54,8 +55,7 @@ class Odd(nnx.Module):
         return jnp.concatenate([z, y[:, :5] + self.b[...][None], y * self.d[:8][None]], axis=1)
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_what_does_not_divide_is_replicated_and_trained_exactly(mesh_of: MeshOf, partitioning: str):
     """B37: (10,8), (5,), (7,3), (16,) on S8: P(None,'S'), P(), P(), P('S'); 3 steps as unsharded."""
     with mesh_of(S=8) as mesh:
@@ -148,8 +148,7 @@ class Tensor(nnx.Module):
 SHARD_S = jfsdp.DataParallelMeshDims(shard="S")
 
 
-@both_partitionings
-@both_axis_types
+@both_axis_types_and_partitionings
 def test_the_shard_axis_is_added_to_the_parameters_own_spec(mesh_of: MeshOf, partitioning: str):
     """B42: (16,10), P(None,'T') on S4xT2: P('S','T'), local (4,5), whole exactly (16,10) inside."""
     with mesh_of(S=4, T=2) as mesh:

@@ -16,10 +16,13 @@ from helpers import (
     MeshOf,
     assert_close,
     assert_spec,
+    auto,
     batch_on,
     both_axis_types,
     compilations,
     every_axis_type,
+    explicit,
+    explicit_set,
     gradients,
     linears,
     local_bytes,
@@ -201,8 +204,10 @@ class Noisy(nnx.Module):
         return self.dropout(self.linear(x))
 
 
-@pytest.mark.parametrize("partitioning", ["manual", "auto"])
-@every_axis_type
+@pytest.mark.parametrize(
+    "mesh_of, partitioning",
+    [(auto, "manual"), (auto, "auto"), (explicit, "manual"), (explicit_set, "manual")],
+)
 def test_the_train_state_is_a_fixed_point_of_the_step(mesh_of: MeshOf, partitioning: str):
     """B13: w (16,8), adam, dropout key: 4 steps compile once and change no sharding."""
     with mesh_of(S=8) as mesh:

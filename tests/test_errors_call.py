@@ -226,6 +226,12 @@ def test_power_of_a_parameter_of_another_unit_says_what_to_do():
     assert "used while it is sharded" in refused(TypeError, lambda: model(X))
 
 
+@pytest.mark.parametrize("function", [jnp.sum, jnp.square, lambda w: jnp.matmul(X, w)])
+def test_parameter_of_another_unit_in_a_function_says_what_to_do(function):
+    model = sharded(lambda model, x: function(model.first.kernel).sum(), units="first")
+    assert "used while it is sharded" in refused(TypeError, lambda: model(X))
+
+
 # --------------------------------------------------------------------------------------------------
 # Transformations
 
@@ -254,7 +260,7 @@ def test_shard_map_over_some_of_the_axes_is_refused():
         model, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"replica"}, check_vma=False
     )
     assert refused(ValueError, lambda: jax.eval_shape(call, X)) == (
-        "a sharded module is called inside a shard_map over ['replica'], but its data-parallel axes "
+        "Model.__call__ is called inside a shard_map over ['replica'], but its data-parallel axes "
         "are ['replica', 'fsdp']: map over all of them or over none."
     )
 

@@ -155,6 +155,23 @@ def test_inner_module_after_the_outer_one_is_refused():
     assert "the inner ones first" in text
 
 
+def test_model_that_a_shard_map_closes_over_is_refused():
+    """Its parameters are whole there: in the per-device view they have to be handed in as shards."""
+
+    class Total(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(16))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * self.w[...].sum()
+
+    mesh = make_mesh(fsdp=8)
+    model, spec = jfsdp.shard(Total(), mesh), jax.P("fsdp")
+    call = jax.shard_map(model, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    with pytest.raises(ValueError, match=r"w: .*\(2,\).*\(16,\)"):
+        call(jnp.ones(16))
+
+
 # --------------------------------------------------------------------------------------------------
 # The other functions
 
