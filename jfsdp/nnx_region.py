@@ -53,7 +53,16 @@ def call_in_region(call: Call, unit: Unit) -> Any:
                 global_statistics.update((id(node.mean), id(node.var)))
 
     def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
-        return call_here(Call(module, call.method, args, kwargs), unit, outermost=True)
+        try:
+            return call_here(Call(module, call.method, args, kwargs), unit, outermost=True)
+        except ValueError as error:
+            if "passed to shard_map" in str(error) or "axis marked as manual" in str(error):
+                raise ValueError(
+                    f"{call.name} holds a shard_map of its own, and runs in a region where the axes "
+                    f"{list(dp.axes)} are manual already. Over other axes: leave its mesh= out. Over these: "
+                    'jfsdp.shard(..., partitioning="auto").'
+                ) from error
+            raise
 
     def body(leaves: Sequence[jax.Array]) -> regions.Rows:
         folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]

@@ -43,7 +43,6 @@ import jfsdp
         (auto, {"S": 2}),
         (auto, {"S": 8}),
         (auto, {"R": 2, "S": 4}),
-        (explicit_set, {"S": 8}),
         (explicit_set, {"R": 2, "S": 4}),
     ],
 )
@@ -150,7 +149,7 @@ def test_a_gradient_comes_from_the_data_of_all_replicas(partitioning: str):
 def test_replicas_hold_the_same_bits_after_training(mesh_of: MeshOf):
     """B33: after 5 adam steps; each replica saw other data."""
     with mesh_of(R=2, S=4) as mesh:
-        model = jfsdp.shard(mlp(4, 16, 4), mesh, units=nnx.Linear)
+        model = jfsdp.shard(Product(4, 4), mesh)
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
         @nnx.jit
@@ -161,7 +160,7 @@ def test_replicas_hold_the_same_bits_after_training(mesh_of: MeshOf):
             step(model, optimizer, batch_on(mesh, rows(8, 4, seed)))
         adam = optimizer.opt_state[0]
         arrays = jax.tree.leaves((nnx.state(model), adam.mu, adam.nu))
-        assert len(arrays) == 12
+        assert [array.shape for array in arrays] == [(4, 4)] * 3
         for array in arrays:
             copies: dict[Any, list[np.ndarray]] = {}
             for shard in array.addressable_shards:
