@@ -11,7 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfsdp.mesh import AnyMesh
 
-__all__ = ["axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
+__all__ = ["Dims", "axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
+
+
+Dims = tuple[tuple[int, tuple[str, ...]], ...]
+"""Sharded dimensions and the mesh axes they lie on: ((dim, axes), ...)."""
 
 
 def spec_of(array: Any) -> PartitionSpec | None:

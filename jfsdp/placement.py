@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.layout import axes_of_entry, named_sharding, to_spec
+from jfsdp.layout import Dims, axes_of_entry, named_sharding, to_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 
 __all__ = ["Placement", "place"]
@@ -41,7 +41,7 @@ class Placement:
     shape: tuple[int, ...]
     dtype: Any
     entries: Entries
-    dims: tuple[tuple[int, tuple[str, ...]], ...]
+    dims: Dims
     stacked_axis: int | None = None
     reason: str = ""
 
@@ -75,7 +75,7 @@ class Placement:
         """Bytes of one device's shard in storage dtype."""
         return math.prod(self.shard_shape(mesh)) * _itemsize(self.dtype)
 
-    def dims_at_rank(self, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    def dims_at_rank(self, ndim: int) -> Dims:
         """`dims`, moved to where they are in an array of `ndim` dimensions.
 
         Inside `nnx.scan` or `nnx.vmap` over a stack, a layer's slice has lost the stacked axis.
@@ -186,7 +186,7 @@ def _choose(
     own: Entries,
     stacked_axis: int | None,
     asked: Any,
-) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], str]:
+) -> tuple[Dims, str]:
     axes = dp.shard_axes
     if not axes:
         return (), "the mesh has no shard axis larger than 1"
@@ -209,7 +209,7 @@ def _preset(
     dp: DataParallelMesh,
     own: Entries,
     stacked_axis: int | None,
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
+) -> Dims:
     """The shard axes that the parameter's own spec already names."""
     found = [(dim, tuple(a for a in axes if a in dp.shard_axes)) for dim, axes in enumerate(own)]
     dims = tuple((dim, axes) for dim, axes in found if axes)
@@ -243,7 +243,7 @@ def _asked(
     own: Entries,
     stacked_axis: int | None,
     asked: Any,
-    preset: tuple[tuple[int, tuple[str, ...]], ...],
+    preset: Dims,
 ) -> tuple[int, tuple[str, ...]]:
     try:
         if isinstance(asked, bool):
@@ -295,9 +295,7 @@ def _check_divides(
         )
 
 
-def _candidates(
-    shape: tuple[int, ...], dp: DataParallelMesh, free: list[int]
-) -> Iterator[tuple[tuple[int, tuple[str, ...]], ...]]:
+def _candidates(shape: tuple[int, ...], dp: DataParallelMesh, free: list[int]) -> Iterator[Dims]:
     """Ways to place all shard axes on free dimensions, best first."""
     by_size = sorted(free, key=lambda dim: (-shape[dim], dim))
     choices = itertools.product(by_size, repeat=len(dp.shard_axes))

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jfsdp.comm import AllGather, Comm, ReduceScatter
+from jfsdp.layout import Dims
 
 __all__ = ["Gathering", "keep_recomputed_gathers", "refuse_gathered", "unshard"]
-
-Dims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jfsdp
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
@@ -186,6 +188,18 @@ def train(
 def gradients(model: Any, x: jax.Array, loss: Callable[..., jax.Array] = mean_square) -> Any:
     """Loss and gradients of the parameters under nnx.jit."""
     return nnx.jit(nnx.value_and_grad(loss))(model, x)
+
+
+def shard_refused(kind: type[Exception], module: Any, mesh: Any = None, **settings: Any) -> str:
+    """The text that `shard` raises; the module has the classes, metadata and arrays that it had."""
+    before, state = nnx.split(module, graph=True)
+    arrays = jax.tree.leaves(state)
+    with pytest.raises(kind) as error:
+        jfsdp.shard(module, mesh or make_mesh(fsdp=8), **settings)
+    after, state = nnx.split(module, graph=True)
+    assert after == before
+    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(state), strict=True))
+    return str(error.value)
 
 
 # --------------------------------------------------------------------------------------------------

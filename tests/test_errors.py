@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 from flax import nnx
+from helpers import shard_refused
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import jfsdp
@@ -34,18 +35,6 @@ class Model(nnx.Module):
 def model() -> Model:
     """One for all tests: each of them leaves it as it was."""
     return Model(nnx.Rngs(0))
-
-
-def refused(kind: type[Exception], module: Any, mesh: Any = None, **settings: Any) -> str:
-    """The text that `shard` raises; the module has the classes, metadata and arrays that it had."""
-    before, state = nnx.split(module, graph=True)
-    arrays = jax.tree.leaves(state)
-    with pytest.raises(kind) as error:
-        jfsdp.shard(module, mesh or make_mesh(fsdp=8), **settings)
-    after, state = nnx.split(module, graph=True)
-    assert after == before
-    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(state), strict=True))
-    return str(error.value)
 
 
 def names(*dims: str) -> Callable[[str, Any], Any]:
@@ -212,40 +201,40 @@ SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("kind", "settings", "text"), SETTINGS.values(), ids=SETTINGS)
 def test_setting_is_refused(model, kind, settings, text):
-    assert refused(kind, model, **settings).startswith(text)
+    assert shard_refused(kind, model, **settings).startswith(text)
 
 
 def test_unknown_unit_class_is_named(model):
-    text = refused(ValueError, model, units=[nnx.Linear, nnx.Conv])
+    text = shard_refused(ValueError, model, units=[nnx.Linear, nnx.Conv])
     assert "flax.nnx" in text
     assert "Conv'> matches no module inside Model." in text
 
 
 def test_mesh_of_three_axes_needs_dims(model):
-    text = refused(ValueError, model, make_mesh(a=2, b=2, c=2))
+    text = shard_refused(ValueError, model, make_mesh(a=2, b=2, c=2))
     assert text.startswith(
         "a mesh of 3 axes (a=2, b=2, c=2) needs dp_mesh_dims: say which axes shard"
     )
 
 
 def test_mesh_of_another_type_is_refused(model):
-    text = refused(TypeError, model, [0, 1])
+    text = shard_refused(TypeError, model, [0, 1])
     assert text == "mesh must be a jax.sharding.Mesh (see jax.make_mesh), got list."
 
 
 @pytest.mark.parametrize("setting", ["in_specs", "state_specs"])
 def test_key_of_the_wrong_type_is_refused(setting):
     key = {"in_specs": 0, "state_specs": "Cache"}[setting]
-    assert setting in refused(TypeError, Model(nnx.Rngs(0)), **{setting: {key: P()}})
+    assert setting in shard_refused(TypeError, Model(nnx.Rngs(0)), **{setting: {key: P()}})
 
 
 def test_stacked_axis_of_another_type_is_refused(model):
-    assert "stacked_axis" in refused(TypeError, model, stacked_axis="0")
+    assert "stacked_axis" in shard_refused(TypeError, model, stacked_axis="0")
 
 
 def test_abstract_mesh_for_arrays_is_refused():
     mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    text = refused(ValueError, Model(nnx.Rngs(0)), mesh)
+    text = shard_refused(ValueError, Model(nnx.Rngs(0)), mesh)
     assert "AbstractMesh" in text
     assert "jax.make_mesh" in text
 
@@ -256,4 +245,4 @@ def test_error_of_the_user_s_placement_function_comes_through(model):
             raise KeyError("mine")
         return 0
 
-    assert refused(KeyError, model, units="blocks.*", shard_placement_fn=broken) == "'mine'"
+    assert shard_refused(KeyError, model, units="blocks.*", shard_placement_fn=broken) == "'mine'"

@@ -1,7 +1,5 @@
 """Modules that cannot be sharded, and what else is refused before a model is called."""
 
-from typing import Any
-
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import shard_refused
 from jax.sharding import AbstractMesh, AxisType
 
 import jfsdp
@@ -41,18 +40,6 @@ def make_model() -> Model:
     return Model(nnx.Rngs(0))
 
 
-def refused(kind: type[Exception], module: Any, mesh: Any = None, **settings: Any) -> str:
-    """The text that `shard` raises; the module has the classes, metadata and arrays that it had."""
-    before, state = nnx.split(module, graph=True)
-    arrays = jax.tree.leaves(state)
-    with pytest.raises(kind) as error:
-        jfsdp.shard(module, mesh or make_mesh(fsdp=8), **settings)
-    after, state = nnx.split(module, graph=True)
-    assert after == before
-    assert all(x is y for x, y in zip(arrays, jax.tree.leaves(state), strict=True))
-    return str(error.value)
-
-
 @pytest.mark.parametrize("value", [{"w": 1.0}, None, jnp.ones(3), lambda x: x], ids=str)
 def test_what_is_no_module_is_refused(value):
     with pytest.raises(TypeError) as error:
@@ -69,19 +56,19 @@ def test_linen_module_is_refused_by_that_word():
 
 
 def test_container_is_refused():
-    assert refused(ValueError, Container(nnx.Rngs(0))) == (
+    assert shard_refused(ValueError, Container(nnx.Rngs(0))) == (
         "the module (Container) is a container without a forward (__call__), so there is nothing to "
         "gather its parameters for. Shard the modules in it, or the module that calls them."
     )
 
 
 def test_list_of_modules_is_refused():
-    assert "the module (List) is a container" in refused(ValueError, make_model().blocks)
+    assert "the module (List) is a container" in shard_refused(ValueError, make_model().blocks)
 
 
 def test_second_call_on_a_module_is_refused():
     once = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(fsdp=8))
-    assert refused(ValueError, once) == (
+    assert shard_refused(ValueError, once) == (
         "the module (Linear) is a unit already: jfsdp.shard was applied to it before. Apply it once "
         "to each module, the inner ones first."
     )
@@ -90,14 +77,14 @@ def test_second_call_on_a_module_is_refused():
 def test_units_that_were_sharded_before_are_named():
     mixed = make_model()
     jfsdp.shard(mixed.blocks[1], make_mesh(fsdp=8))
-    text = refused(ValueError, mixed, units=nnx.Linear)
+    text = shard_refused(ValueError, mixed, units=nnx.Linear)
     assert text.startswith("blocks.1 (Linear) is a unit already")
 
 
 def test_annotation_of_an_unknown_kind_is_refused():
     annotated = make_model()
     annotated.head.kernel.set_metadata("partition_names", ("model", None))
-    assert refused(ValueError, annotated) == (
+    assert shard_refused(ValueError, annotated) == (
         "head.kernel: its metadata ['partition_names'] looks like a sharding annotation that this "
         "version of jfsdp does not know. Use out_sharding=."
     )
@@ -106,7 +93,7 @@ def test_annotation_of_an_unknown_kind_is_refused():
 def test_annotation_over_an_axis_that_the_mesh_lacks_is_refused():
     annotated = make_model()
     annotated.head.kernel.set_metadata("out_sharding", ("model", None))
-    text = refused(ValueError, annotated)
+    text = shard_refused(ValueError, annotated)
     assert text.startswith("head.kernel: its PartitionSpec P('model', None) names the axis 'model'")
     assert text.endswith("which the mesh does not have. Its axes: fsdp=8.")
 
@@ -151,7 +138,7 @@ def test_nested_unit_over_other_axes_than_its_root_is_refused_or_exact(inner):
 
 def test_inner_module_after_the_outer_one_is_refused():
     model = jfsdp.shard(make_model(), make_mesh(fsdp=8))
-    text = refused(ValueError, model.blocks[0])
+    text = shard_refused(ValueError, model.blocks[0])
     assert "the inner ones first" in text
 
 
