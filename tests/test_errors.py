@@ -237,6 +237,7 @@ def test_abstract_mesh_for_arrays_is_refused():
     text = shard_refused(ValueError, Model(nnx.Rngs(0)), mesh)
     assert "AbstractMesh" in text
     assert "jax.make_mesh" in text
+    assert "jfsdp.init(lambda: Model(...), mesh, ...)" in text
 
 
 def test_error_of_the_user_s_placement_function_comes_through(model):
