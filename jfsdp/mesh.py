@@ -137,6 +137,17 @@ class DataParallelMesh:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     @property
+    def staged(self) -> bool:
+        """Whether collectives over several axes go over one axis after the other.
+
+        XLA for TPUs turns one reduce-scatter over several axes of a torus into an all-reduce, and from 64
+        chips on the all-gather as well: twice the bytes and three times the estimated cycles (v5p:4x4x4,
+        4096x14336, jax 0.12.0.1). Axis by axis the bytes are the least ones. On GPUs one collective over all
+        is best: it uses the network between hosts for the least part.
+        """
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "tpu"
+
+    @property
     def explicit(self) -> bool:
         """Whether a data-parallel axis is of JAX's Explicit type."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))

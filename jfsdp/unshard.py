@@ -20,6 +20,9 @@ from jax.sharding import AxisType
 from jfsdp.comm import AllGather, Comm, ReduceScatter
 from jfsdp.layout import Dims
 
+GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
+"""Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
+
 __all__ = ["Gathering", "keep_recomputed_gathers", "refuse_gathered", "unshard"]
 
 
@@ -37,6 +40,7 @@ class Gathering:
         reduce_dtype: dtype of the reductions.
         all_gather: the user's collective, or None for XLA's.
         reduce_scatter: the user's collective, or None for XLA's.
+        staged: whether XLA's collectives over several axes go over one after the other.
     """
 
     path: str
@@ -47,6 +51,11 @@ class Gathering:
     reduce_dtype: Any
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    staged: bool = False
+
+    def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """The axes of each scatter, in order; the gathers run the other way."""
+        return tuple((axis,) for axis in axes) if self.staged else (axes,)
 
 
 def unshard(shard: jax.Array, how: Gathering) -> jax.Array:
@@ -80,15 +89,17 @@ def _unshard_forward(how: Gathering, shard: jax.Array) -> tuple[jax.Array, None]
 
 
 def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    gradient = gradient.astype(how.reduce_dtype)
-    for dim, axes in reversed(how.dims):
-        if how.reduce_scatter is None:
-            gradient = _psum_scatter(gradient, dim, axes)
-        else:
-            gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
-    if how.summed_axes:
-        gradient = jax.lax.psum(gradient, how.summed_axes)
-    return (gradient.astype(how.dtype),)
+    with jax.named_scope(f"{REDUCE}[{how.path}]"):
+        gradient = gradient.astype(how.reduce_dtype)
+        for dim, axes in reversed(how.dims):
+            if how.reduce_scatter is None:
+                for stage in how.stages(axes):
+                    gradient = _psum_scatter(gradient, dim, stage)
+            else:
+                gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
+        if how.summed_axes:
+            gradient = jax.lax.psum(gradient, how.summed_axes)
+        return (gradient.astype(how.dtype),)
 
 
 _unshard.defvjp(_unshard_forward, _unshard_backward)
@@ -125,13 +136,15 @@ _opaque_gather.defvjp(_no_gradient, _no_gradient)
 
 
 def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
-    whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
-    for dim, axes in how.dims:
-        if how.all_gather is None:
-            whole = jax.lax.all_gather(whole, axes, axis=dim, tiled=True)
-        else:
-            whole = _all_gather_by(how.all_gather, whole, dim, axes, how.path)
-    return whole
+    with jax.named_scope(f"{GATHER}[{how.path}]"):
+        whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
+        for dim, axes in how.dims:
+            if how.all_gather is None:
+                for stage in reversed(how.stages(axes)):
+                    whole = jax.lax.all_gather(whole, stage, axis=dim, tiled=True)
+            else:
+                whole = _all_gather_by(how.all_gather, whole, dim, axes, how.path)
+        return whole
 
 
 def _all_gather_by(
