@@ -11,6 +11,8 @@ from jfsdp.api import shardings as shardings
 from jfsdp.comm import AllGather as AllGather
 from jfsdp.comm import Comm as Comm
 from jfsdp.comm import ReduceScatter as ReduceScatter
+from jfsdp.inspect.contract import PolicyViolation as PolicyViolation
+from jfsdp.inspect.topology import topology as topology
 from jfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
 from jfsdp.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from jfsdp.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -25,6 +27,7 @@ __all__ = [
     "DataParallelMeshDims",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PolicyViolation",
     "ReduceScatter",
     "init",
     "inspect",
@@ -32,4 +35,5 @@ __all__ = [
     "register_forward_method",
     "shard",
     "shardings",
+    "topology",
 ]

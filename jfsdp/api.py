@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,13 +12,14 @@ from jax.sharding import PartitionSpec
 from jfsdp import nnx
 from jfsdp.borders import freeze_out_specs, freeze_specs
 from jfsdp.comm import AllGather, ReduceScatter
-from jfsdp.inspect import Minimum, Report
+from jfsdp.inspect import Report
 from jfsdp.inspect.read import inspect as read
 from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
 from jfsdp.nnx_init import init_module
-from jfsdp.nnx_tree import mesh_of, plan_rows
+from jfsdp.nnx_tree import kind_of_argument, mesh_of, plan_rows
 from jfsdp.plan import Plan
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from jfsdp.promises import arguments, minima, promise
 from jfsdp.units import Unit, validate
 
 __all__ = ["init", "inspect", "plan", "register_forward_method", "shard", "shardings"]
@@ -67,7 +67,8 @@ def shard(
             in the backward (one more all-gather, no recomputation); False keeps them (memory of the
             whole unit until the backward is through). None: True for every unit but the outermost.
         shard_placement_fn: `f(path, param)` returns the dimension to shard, or None for the rule: the
-            largest dimension that divides, ties to the first, never the stacked one.
+            largest dimension that divides, ties to the first, never the stacked one; of 2**18 elements or
+            more the last one only if its shards are whole tiles of 128, or nothing else will do.
         ignored_params: not in this version.
         units: which modules inside become units of their own first: a class, a glob over dotted paths
             ("blocks.*"; "**" for any depth), a predicate `f(path, module)`, or several.
@@ -160,11 +161,13 @@ def init(fn: Callable[[], M], mesh: AnyMesh | None = None, **settings: Any) -> M
     Args:
         fn: makes the module, without arguments. It may call `jfsdp.shard` itself, bottom-up; then
             give no mesh and no settings.
-        mesh: as in `shard`.
+        mesh: as in `shard`. Its devices may be those of `jfsdp.topology`, which are not here, or none
+            (an AbstractMesh).
         **settings: the keyword arguments of `shard`.
 
     Returns:
-        The module, sharded.
+        The module, sharded. On a mesh whose devices are not here it is abstract: `jax.ShapeDtypeStruct`s
+        with their shardings in place of arrays, to build the optimizer of and to lower the step with.
 
     Raises:
         What `shard` raises.
@@ -231,31 +234,60 @@ def plan(model: Any) -> Plan:
     return Plan(tuple(row for row, *_ in rows), root.dp, text)
 
 
-def inspect(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """List the collectives of a step as it is written, before any compiler pass.
+def inspect(
+    step: Any, *args: Any, compile: bool = False, model: Any = None, **kwargs: Any
+) -> Report:
+    """Say what a step communicates and how much memory it needs, and hold it against the policies.
 
-    The step is lowered, not compiled and not run. `print` the report: kind, axes, dtype, count, bytes
-    that one device receives in one step, beside what the policies state for a step that trains all
-    parameters, and the ratio. It is a little below 1 where the backward does not need a weight again (a
-    bias, an embedding), so that nothing gathers it twice.
+    `print` the report: kind, axes, dtype, count and bytes that one device receives in one step, beside
+    what the policies state for a step that trains all parameters. `report.check()` raises where the
+    program is anything else. The ratio is a little below 1 where the backward does not need a weight
+    again (a bias, an embedding), so that nothing gathers it twice.
 
     Args:
-        step: the step function, jitted (`nnx.jit`, `jax.jit`) or plain.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s; at least one holds a sharded module.
-        **kwargs: likewise.
+        step: the step function, jitted (`nnx.jit`, `jax.jit`) or plain, or its lowered program.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        compile: False: the program as it is written; it is lowered, not compiled. True: what the
+            compiler made of it, with its memory, for the devices of the mesh, which need not be here (see
+            `jfsdp.topology`). It is not run.
+        model: the sharded model whose policies the step has to keep. None: the one in the arguments. Give
+            it to hold a program of your own, without jfsdp in it, against stated policies.
+        **kwargs: the step's keyword arguments.
 
     Returns:
         A `Report`.
 
     Raises:
-        ValueError: no argument holds a sharded module.
+        ValueError: neither the arguments nor `model` hold a sharded module, or `compile=True` with an
+            AbstractMesh.
+
+    Cost: tracing, and with compile=True one compilation; no memory on the devices.
+
+    Example:
+        >>> import jax, jfsdp
+        >>> from flax import nnx
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> model = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
+        >>> report = jfsdp.inspect(lambda model, x: model(x), model, jax.numpy.ones((4, 8)))
+        >>> report.check()
+        >>> report.count("all-gather")
+        0
     """
-    rows = _plan_rows((args, kwargs))
-    least: Counter[str] = Counter()
-    for _, unit, placement, is_root in rows:
-        least.update(unit.stated_bytes(placement, is_root))
-    minima = [Minimum(kind, size) for kind, size in least.items() if size]
-    return read(step, *args, mesh=rows[0][1].dp.mesh, minima=minima, **kwargs)
+    given = (args, kwargs)
+    rows = _plan_rows(given if model is None else model)
+    dp = rows[0][1].dp
+    named = arguments(given, kind_of_argument)
+    sizes = [(placement, row.bytes_per_device) for row, _, placement, _ in rows]
+    return read(
+        step,
+        *args,
+        mesh=dp.mesh,
+        promises=[promise(row, unit, placement, root) for row, unit, placement, root in rows],
+        arguments=named,
+        minima=minima(named, sizes),
+        compile=compile,
+        **kwargs,
+    )
 
 
 def shardings(tree: Any) -> Any:

@@ -13,8 +13,10 @@ from flax.core import spmd
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jfsdp.inspect.target import first_device
+from jfsdp.inspect.topology import is_absent
 from jfsdp.layout import lay, named_sharding, spec_of
-from jfsdp.mesh import DataParallelMesh
+from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.nnx_optimizer import watch_optimizers
 from jfsdp.nnx_region import call_unit
 from jfsdp.nnx_tree import (
@@ -62,9 +64,14 @@ def shard_module(
         for variable, placement in plan.values():
             _move(variable, placement, unit.dp)
         _make_unit(target, unit if target is module else inner)
-    for _, node in walk(module):
-        if isinstance(node, nnx.Variable) and placement_of(node) is None:
+    for path, node in walk(module):
+        if not isinstance(node, nnx.Variable):
+            continue
+        placement = placement_of(node)
+        if placement is None:
             _replicate(node, unit.dp)
+        elif path.endswith(f".{placement.path}"):  # of a unit that was sharded before, by itself
+            node.set_metadata(PLACEMENT, dataclasses.replace(placement, path=path))
     watch_optimizers()
     return module
 
@@ -121,11 +128,23 @@ def _check_module(path: str, module: Any) -> None:
 
 def _check_devices(module: nnx.Module, dp: DataParallelMesh) -> None:
     values = jax.tree.leaves(nnx.state(module))
-    concrete = [x for x in values if not isinstance(x, jax.ShapeDtypeStruct | Tracer)]
-    if isinstance(dp.mesh, AbstractMesh) and concrete:
+    if all(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in values):
+        return
+    remedy = (
+        "to get an abstract model write\n"
+        f"  model = jfsdp.init(lambda: {class_name(module)}(...), mesh, ...)\n"
+        f"or shard an abstract one: nnx.eval_shape(lambda: {class_name(module)}(...))."
+    )
+    if isinstance(dp.mesh, AbstractMesh):
         raise ValueError(
             "the mesh is an AbstractMesh, which has no devices to lay these arrays on. Make one with "
-            "jax.make_mesh, or shard an abstract model: nnx.eval_shape(lambda: Model(...))."
+            f"jax.make_mesh; or {remedy}"
+        )
+    device = first_device(dp.mesh)
+    if device is not None and is_absent(device):
+        raise ValueError(
+            f"the devices of the mesh ({describe_mesh(dp.mesh)}; {device.device_kind}) are not here: they "
+            f"are to compile for, and the arrays of this {class_name(module)} cannot lie on them; {remedy}"
         )
 
 

@@ -11,12 +11,14 @@ from flax import nnx
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.placement import Placement
 from jfsdp.plan import ROOT, PlanRow
+from jfsdp.promises import Kind
 from jfsdp.units import Unit, is_array
 
 __all__ = [
     "FSDPModule",
     "check_axes",
     "class_name",
+    "kind_of_argument",
     "mesh_of",
     "owned",
     "placement_of",
@@ -114,6 +116,15 @@ def check_axes(module: Any, dp: DataParallelMesh) -> None:
             )
 
 
+def kind_of_argument(node: Any) -> Kind | None:
+    """What the arrays of a node of a step's arguments are for, as `promises.arguments` asks."""
+    if isinstance(node, nnx.Param):
+        return "parameters"
+    if isinstance(node, nnx.OptState) or type(node).__module__.partition(".")[0] == "optax":
+        return "optimizer"
+    return "rest" if isinstance(node, nnx.Variable) else None
+
+
 def _children(node: Any) -> list[tuple[str, Any]]:
     if is_array(node):
         return []
@@ -170,4 +181,7 @@ def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) 
         bytes=placement.bytes,
         bytes_per_device=placement.shard_bytes(dp.mesh),
         reason=placement.reason,
+        layers=1
+        if placement.stacked_axis is None
+        else max(1, placement.shape[placement.stacked_axis]),
     )

@@ -30,6 +30,7 @@ class PlanRow:
         bytes: bytes of the whole parameter in storage dtype.
         bytes_per_device: bytes of one device's part.
         reason: why it is replicated over the shard axes; "" if it is sharded.
+        layers: layers of a scanned stack, which are gathered one by one; 1 for everything else.
     """
 
     path: str
@@ -40,6 +41,7 @@ class PlanRow:
     bytes: int
     bytes_per_device: int
     reason: str = ""
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Plan:
         """What is probably not meant: one unit that holds most of the model."""
         units: dict[str, int] = {}
         for row in self.rows:
-            units[row.unit] = units.get(row.unit, 0) + row.bytes
+            units[row.unit] = units.get(row.unit, 0) + row.bytes // row.layers
         if not units or not self.bytes:
             return ()
         unit, size = max(units.items(), key=lambda item: item[1])

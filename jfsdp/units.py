@@ -68,27 +68,42 @@ class Unit:
             reduce_dtype=(policy.reduce_dtype if floating else None) or shard.dtype,
             all_gather=self.all_gather,
             reduce_scatter=self.reduce_scatter,
+            staged=self.dp.staged,
         )
 
-    def stated_bytes(self, placement: Placement, is_root: bool) -> dict[str, float]:
-        """Bytes that one device receives for a parameter in one step that trains it.
+    def stated(self, placement: Placement, is_root: bool) -> dict[str, tuple[Any, str, float]]:
+        """What is stated of a parameter's collectives in one step that trains it, by kind.
 
-        All-gather (1 + reshard) * P * s_p * (F - 1)/F, reduce-scatter P * s_r * (F - 1)/F, all-reduce
-        2 * P/F * s_r * (R - 1)/R, for P elements, F shards, R copies and s bytes an element.
+        For P elements, F shards, R copies and s bytes an element: an all-gather of (1 + reshard) * P * s_p
+        * (F - 1)/F bytes, a reduce-scatter of P * s_r * (F - 1)/F, an all-reduce of 2 * P/F * s_r *
+        (R - 1)/R.
+
+        Returns:
+            For each kind of collective that there is: its axes, its dtype ("" where the user's own collective
+            decides), and the bytes that one device receives.
         """
         how = self.gathering(placement, jax.ShapeDtypeStruct(placement.shape, placement.dtype))
-        shards = self.dp.size_of(tuple(axis for _, axes in how.dims for axis in axes))
-        copies = self.dp.size_of(how.summed_axes)
+        sharding = {axis for _, axes in how.dims for axis in axes}
+        shard_axes = tuple(axis for axis in self.dp.mesh.axis_names if axis in sharding)
+        shards, copies = self.dp.size_of(shard_axes), self.dp.size_of(how.summed_axes)
         size = math.prod(placement.shape)
         gathered = size * np.dtype(how.param_dtype).itemsize * (shards - 1) / shards
         reduced = size * np.dtype(how.reduce_dtype).itemsize
+        param_dtype = np.dtype(how.param_dtype).name if how.all_gather is None else ""
+        scatter_dtype = np.dtype(how.reduce_dtype).name if how.reduce_scatter is None else ""
+        stated: dict[str, tuple[Any, str, float]] = {}
+        if shards > 1:
+            times = 1 + self.reshards(is_root)
+            stated["all-gather"] = (shard_axes, param_dtype, gathered * times)
         if not jnp.issubdtype(how.dtype, jnp.inexact):
-            reduced = 0
-        return {
-            "all-gather": gathered * (1 + self.reshards(is_root)),
-            "reduce-scatter": reduced * (shards - 1) / shards,
-            "all-reduce": 2 * reduced / shards * (copies - 1) / copies,
-        }
+            return stated
+        if shards > 1:
+            received = reduced * (shards - 1) / shards
+            stated["reduce-scatter"] = (shard_axes, scatter_dtype, received)
+        if copies > 1:
+            received = 2 * reduced / shards * (copies - 1) / copies
+            stated["all-reduce"] = (how.summed_axes, np.dtype(how.reduce_dtype).name, received)
+        return stated
 
 
 @jax.tree_util.register_dataclass

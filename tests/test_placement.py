@@ -270,3 +270,36 @@ def test_layers_that_differ_in_their_path_have_equal_placements():
     """They are in the module's static structure: jit would trace each layer anew otherwise."""
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert place("blocks.0.w", leaf, two_axes()) == place("blocks.1.w", leaf, two_axes())
+
+
+# --------------------------------------------------------------------------------------------------
+# Large parameters keep whole tiles
+
+
+@pytest.mark.parametrize(
+    "shape, shards, dim",
+    [
+        ((4096, 14336), 8, 1),  # 14336 / 8 = 14 x 128
+        ((4096, 14336), 64, 0),  # 14336 / 64 = 224 is no multiple of 128
+        ((3, 3, 512, 1000), 8, 2),  # 1000 / 8 = 125
+        ((4096, 128256), 64, 1),  # the other dimension is far smaller
+        ((50257, 768), 8, 1),  # nothing else divides
+        ((64, 1000), 8, 1),  # a small parameter
+    ],
+)
+def test_the_last_dimension_of_a_large_parameter_is_sharded_in_whole_tiles(shape, shards, dim):
+    dp = DataParallelMesh(abstract({"fsdp": shards}), jfsdp.DataParallelMeshDims("fsdp"))
+    placed = place("w", jax.ShapeDtypeStruct(shape, jnp.float32), dp)
+    assert placed.dims == ((dim, ("fsdp",)),)
+
+
+def test_whole_tiles_count_all_shard_axes():
+    dp = DataParallelMesh(abstract({"x": 16, "y": 4}), jfsdp.DataParallelMeshDims(("x", "y")))
+    placed = place("w", jax.ShapeDtypeStruct((4096, 14336), jnp.float32), dp)
+    assert placed.dims == ((0, ("x", "y")),)
+
+
+def test_a_stacked_axis_is_not_taken_instead():
+    dp = DataParallelMesh(abstract({"fsdp": 8}), jfsdp.DataParallelMeshDims("fsdp"))
+    placed = place("w", jax.ShapeDtypeStruct((1024, 1000), jnp.float32), dp, stacked_axis=0)
+    assert placed.dims == ((1, ("fsdp",)),)

@@ -166,31 +166,34 @@ def test_layer_of_a_stack_is_gathered_on_the_dimension_it_has_there():
 
 
 @pytest.mark.parametrize(("reshard", "gathers"), [(True, 2), (False, 1)])
-def test_stated_bytes_of_a_sharded_leaf_are_those_of_the_formula(reshard, gathers):
+def test_what_is_stated_of_a_sharded_leaf_is_the_formula(reshard, gathers):
     of = unit(jfsdp.MixedPrecisionPolicy("bfloat16"), reshard_after_forward=reshard)
     placement = place("w", jax.ShapeDtypeStruct((16, 8), jnp.float32), of.dp)
-    assert of.stated_bytes(placement, is_root=False) == {
-        "all-gather": gathers * 128 * 2 * 3 / 4,
-        "reduce-scatter": 128 * 4 * 3 / 4,
-        "all-reduce": 2 * (128 / 4) * 4 * 1 / 2,
+    assert of.stated(placement, is_root=False) == {
+        "all-gather": (("s",), "bfloat16", gathers * 128 * 2 * 3 / 4),
+        "reduce-scatter": (("s",), "float32", 128 * 4 * 3 / 4),
+        "all-reduce": (("r",), "float32", 2 * (128 / 4) * 4 * 1 / 2),
     }
 
 
-def test_stated_bytes_of_a_replicated_leaf_are_one_all_reduce():
+def test_what_is_stated_of_a_replicated_leaf_is_one_all_reduce():
     of = unit()
     placement = place("w", jax.ShapeDtypeStruct((3,), jnp.float32), of.dp)
-    assert of.stated_bytes(placement, is_root=False) == {
-        "all-gather": 0,
-        "reduce-scatter": 0,
-        "all-reduce": 2 * 3 * 4 * 7 / 8,
-    }
+    stated = of.stated(placement, is_root=False)
+    assert stated == {"all-reduce": (("r", "s"), "float32", 2 * 3 * 4 * 7 / 8)}
 
 
-def test_stated_bytes_of_an_integer_leaf_have_no_gradient():
+def test_no_gradient_is_stated_of_an_integer_leaf():
     of = unit()
     placement = place("w", jax.ShapeDtypeStruct((8,), jnp.int32), of.dp)
-    least = of.stated_bytes(placement, is_root=True)
-    assert (least["all-gather"], least["reduce-scatter"], least["all-reduce"]) == (24, 0, 0)
+    assert of.stated(placement, is_root=True) == {"all-gather": (("s",), "int32", 24)}
+
+
+def test_no_dtype_is_stated_of_a_collective_of_the_users():
+    of = unit(all_gather=DefaultAllGather(), reduce_scatter=DefaultReduceScatter())
+    placement = place("w", jax.ShapeDtypeStruct((16, 8), jnp.float32), of.dp)
+    stated = of.stated(placement, is_root=False)
+    assert [stated[kind][1] for kind in ("all-gather", "reduce-scatter")] == ["", ""]
 
 
 def test_unit_is_hashable():

@@ -20,6 +20,7 @@ KINDS: Final = (
 # write float8_e4m3fn. The rule is the same for every such format, so new ones need no entry here.
 _FLOAT: Final = re.compile(r"f(\d+)(E\w+)?")
 _INTEGER: Final = re.compile(r"(u?)i(\d+)")
+_XLA_DTYPE: Final = re.compile(r"([sufc])(\d+)(e\w+)?")
 _COMPLEX: Final = re.compile(r"complex<f(\d+)>")
 
 
@@ -46,6 +47,18 @@ class Collective:
         unknown_trips: whether a loop around it has a trip count that cannot be read; that loop then
             counts once.
         groups: the text of the device groups if `axes` could not be resolved, else empty.
+        phase: "forward", "backward" or "update", from the names that JAX gives to derivatives; empty
+            if the compiler dropped them.
+        leaf: path of the parameter that is gathered or whose gradient is reduced; empty for
+            collectives that are not of a parameter, and where the compiler dropped the name.
+        written: the kind that the program asks for where the compiler emitted another one (TPUs
+            gather small arrays by an all-reduce); else empty.
+        instruction: name of the instruction in the compiled program; a combined one has a record
+            for each of its operands. Empty before compilation.
+        asynchronous: whether other instructions may run while it does. Always False before compilation.
+        overlapped: whether a matrix multiplication is scheduled to run while it does.
+        padding: bytes among `bytes_per_device` that the compiler only pads with (TPUs, whose shards of a
+            reduce-scatter it rounds up).
     """
 
     kind: str
@@ -59,6 +72,18 @@ class Collective:
     in_loop: bool = False
     unknown_trips: bool = False
     groups: str = ""
+    phase: str = ""
+    leaf: str = ""
+    written: str = ""
+    instruction: str = ""
+    asynchronous: bool = False
+    overlapped: bool = False
+    padding: float = 0.0
+
+    @property
+    def purpose(self) -> str:
+        """The kind that the program asks for, whatever the compiler made of it."""
+        return self.written or self.kind
 
     @property
     def total_bytes(self) -> float:
@@ -93,22 +118,50 @@ def dtype_name(spelling: str) -> str:
     )
 
 
+def xla_dtype_name(spelling: str) -> str:
+    """The NumPy or ml_dtypes name of an element type as compiled programs spell it.
+
+    Args:
+        spelling: such as "bf16", "s32", "pred", "c64" or "f8e4m3fn".
+
+    Returns:
+        The name; a spelling that is not known is returned as it is.
+    """
+    if spelling == "pred":
+        return "bool"
+    if spelling == "bf16":
+        return "bfloat16"
+    if match := _XLA_DTYPE.fullmatch(spelling):
+        kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}[match[1]]
+        return f"{kind}{match[2]}" + (f"_{match[3]}" if match[3] else "")
+    return spelling
+
+
 def nbytes(shape: tuple[int, ...], dtype: str) -> float:
     """Bytes of an array on the wire.
 
     Args:
         shape: its shape.
-        dtype: its NumPy or ml_dtypes name. The width is read from the name: ml_dtypes gives int4 an
-            item size of a whole byte, while XLA packs two.
+        dtype: its NumPy or ml_dtypes name.
 
     Returns:
         The bytes; not a whole number for an odd count of elements of less than a byte.
     """
+    return math.prod(shape) * itemsize(dtype)
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes of one element on the wire.
+
+    Args:
+        dtype: its NumPy or ml_dtypes name. The width is read from the name: ml_dtypes gives int4 an
+            item size of a whole byte, while XLA packs two.
+    """
     if dtype == "bool":
-        return float(math.prod(shape))
+        return 1.0
     bits = re.search(r"\d+", dtype)
     assert bits is not None, dtype
-    return math.prod(shape) * int(bits[0]) / 8
+    return int(bits[0]) / 8
 
 
 def ring_bytes(kind: str, operand: float, result: float, group_size: int) -> float:

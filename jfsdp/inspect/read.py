@@ -1,47 +1,81 @@
-"""From a training step to the report of what it communicates."""
+"""From a training step to the report of what it communicates and how much memory it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from .compiled import compiled_collectives
+from .contract import Promise, minima_of
+from .memory import Argument, Memory, from_failure, read_memory
 from .report import Report
-from .rows import Minimum
-from .stablehlo import collectives
+from .stablehlo import collectives, constant_bytes
+from .target import find_target
+from .topology import compiler_options
 
-__all__ = ["inspect"]
+__all__ = ["compiled_report", "inspect", "lower"]
+
+
+def lower(step: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """The step as a lowered program.
+
+    Args:
+        step: a `jax.stages.Lowered`, what `nnx.jit(step).lower(...)` returns, a jitted function
+            (`jax.jit`, `nnx.jit`, `jax.pmap`), or any function, which `nnx.jit` then jits.
+        *args: the step's arguments; none for a program that is lowered already.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The program, traced and lowered, not compiled and not run: it costs no device memory, and
+        `jax.ShapeDtypeStruct`s do for arrays.
+
+    Raises:
+        TypeError: the first argument is neither a lowered program nor callable, or arguments come
+            with a program that is lowered already.
+    """
+    lowered = _as_lowered(step)
+    if lowered is None:
+        return _lower(step, *args, **kwargs)
+    if args or kwargs:
+        raise TypeError(
+            "jfsdp.inspect: the program is lowered already, so its arguments are settled; "
+            "pass either the lowered program alone, or the step and its arguments"
+        )
+    return lowered
 
 
 def inspect(
-    lowered_or_step: Any,
+    step: Any,
     *args: Any,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    minima: Iterable[Minimum] = (),
+    promises: Sequence[Promise] = (),
+    arguments: Sequence[Argument] = (),
+    minima: tuple[int | None, int | None] = (None, None),
+    compile: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """Reports the collectives of a step as it was written, before any compiler pass.
-
-    The step is traced and lowered, not compiled and not run: it costs no device memory, and
-    `jax.ShapeDtypeStruct`s do for arrays.
+    """Reports the collectives of a step, as written or as compiled.
 
     Args:
-        lowered_or_step: a `jax.stages.Lowered`, what `nnx.jit(step).lower(...)` returns, a jitted
-            function (`jax.jit`, `nnx.jit`, `jax.pmap`), or any function, which `nnx.jit` then jits.
+        step: as for `lower`.
         *args: the step's arguments.
-        mesh: the mesh that the step runs on, of which only axis names and sizes are used.
-        minima: the least bytes to hold the program against.
-        **kwargs: the step's keyword arguments; those named `mesh` or `minima` have to be bound
+        mesh: the mesh that the step runs on.
+        promises: what the policies say of each parameter.
+        arguments: what the step's arguments are, for the split of memory.
+        minima: the least bytes per device of parameters and of optimizer state; None if not known.
+        compile: whether to compile the program and read what the compiler made of it, and its memory.
+        **kwargs: the step's keyword arguments; those named as an argument here have to be bound
             beforehand.
 
     Returns:
         The report.
 
     Raises:
-        TypeError: the first argument is neither a lowered program nor callable, or arguments come
-            with a program that is lowered already.
-        ValueError: as `collectives`.
+        TypeError: as `lower`.
+        ValueError: as `collectives` and `compiled_collectives`; the mesh has no devices to compile for.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -50,19 +84,70 @@ def inspect(
         >>> print(inspect(jnp.sin, jnp.ones(3), mesh=mesh).count("all-gather"))
         0
     """
-    lowered = _as_lowered(lowered_or_step)
-    if lowered is None:
-        lowered = _lower(lowered_or_step, *args, **kwargs)
-    elif args or kwargs:
-        raise TypeError(
-            "jfsdp.inspect: the program is lowered already, so its arguments are settled; "
-            "pass either the lowered program alone, or the step and its arguments"
-        )
-    return Report(
+    lowered = lower(step, *args, **kwargs)
+    report = Report(
         collectives=tuple(collectives(lowered, mesh)),
-        minima=tuple(minima),
+        minima=minima_of(promises, compiled=False),
         mesh_axes=tuple((str(axis), size) for axis, size in mesh.shape.items()),
+        promises=tuple(promises),
+        constants=constant_bytes(lowered),
     )
+    if not compile:
+        return report
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ValueError(
+            "jfsdp.inspect: compile=True needs devices to compile for, and the mesh is an AbstractMesh. "
+            'Make one with jax.make_mesh(..., devices=jfsdp.topology("v5e:2x4")), or leave compile out.'
+        )
+    return compiled_report(report, lowered, mesh, arguments, minima)
+
+
+def compiled_report(
+    report: Report,
+    lowered: jax.stages.Lowered,
+    mesh: jax.sharding.Mesh,
+    arguments: Sequence[Argument],
+    minima: tuple[int | None, int | None],
+) -> Report:
+    """Compiles a program and reports what came out.
+
+    Args:
+        report: that of the program as lowered.
+        lowered: the program.
+        mesh: the mesh that it runs on, of devices that are here or not.
+        arguments: as for `inspect`.
+        minima: as for `inspect`.
+
+    Returns:
+        The report of the compiled program. If the compiler refuses the program because it does not fit,
+        one without collectives whose memory says so.
+    """
+    target = find_target(mesh.devices.flat[0])
+    available = None if target is None else target.usable_memory_bytes
+    compiled_for = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    try:
+        program = lowered.compile(compiler_options=compiler_options(mesh) or None)
+    except jax.errors.JaxRuntimeError as error:
+        memory = from_failure(error, arguments)
+        if memory is None:
+            raise
+        found: tuple = ()
+    else:
+        memory = read_memory(program, arguments, available=available)
+        found = tuple(compiled_collectives(program.as_text() or "", dict(report.mesh_axes)))
+    return dataclasses.replace(
+        report,
+        collectives=found,
+        minima=minima_of(report.promises, compiled=True),
+        target=compiled_for,
+        memory=_with_minima(memory, minima),
+        lowered=report,
+    )
+
+
+def _with_minima(memory: Memory, minima: tuple[int | None, int | None]) -> Memory:
+    parameters, optimizer = minima
+    return dataclasses.replace(memory, parameters_minimum=parameters, optimizer_minimum=optimizer)
 
 
 def _as_lowered(candidate: Any) -> jax.stages.Lowered | None:

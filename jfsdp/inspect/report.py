@@ -1,4 +1,4 @@
-"""What a program communicates, as data and as a table."""
+"""What a program communicates and how much memory it needs, as data and as tables."""
 
 from __future__ import annotations
 
@@ -11,29 +11,133 @@ import jax
 import jax.numpy as jnp
 
 from .collective import KINDS, Collective, check_kind
+from .contract import Departure, PolicyViolation, Promise
+from .difference import Difference, difference
+from .memory import Memory, memory_table
 from .rows import Minimum, Row, kind_rows, kind_total
-from .table import render
+from .sizes import parse_bytes
+from .table import overlap_line, render
+from .verify import departures, stored_departures
 
 __all__ = ["Report"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The collectives of one step.
+    """The collectives of one step and, once it is compiled, its memory.
 
     `str(report)` is a table for a terminal. Reports with the same content are equal.
 
     Attributes:
-        collectives: one record per collective and call, in program order.
+        collectives: one record per collective and call, in program order; of the compiled program if
+            there is one. Empty if the compiler refused the program for want of memory.
         minima: the least bytes to hold the program against, per kind.
         mesh_axes: names and sizes of the mesh's axes, in its order.
         jax_version: the version that lowered the program.
+        target: the devices, such as "8 x TPU v5 lite"; "" before compilation.
+        promises: what the policies say of each parameter.
+        memory: bytes per device; None before compilation.
+        constants: bytes of arrays that are written into the program.
+        lowered: the report of the same step as it was written, if this one is of the compiled program.
     """
 
     collectives: tuple[Collective, ...]
     minima: tuple[Minimum, ...] = ()
     mesh_axes: tuple[tuple[str, int], ...] = ()
     jax_version: str = jax.__version__
+    target: str = ""
+    promises: tuple[Promise, ...] = ()
+    memory: Memory | None = None
+    constants: int = 0
+    lowered: Report | None = None
+
+    def check(
+        self, *, calls: int = 1, tolerance: float = 0.01, memory: int | str | None = None
+    ) -> None:
+        """Hold the program against what the policies promise.
+
+        Checked are, of the compiled program if there is one: that every gather of a parameter is in its
+        `param_dtype` and every reduction of a gradient in its `reduce_dtype`, over the stated axes; that
+        the bytes are at most the least ones; that nothing else of 1 MiB or more is communicated, no
+        gradient of that size all-reduced in place of a reduce-scatter; that no parameters are constants
+        of the program; that parameters and optimizer state take the stated bytes and, if they are donated,
+        that all of them are reused; that the step fits. Compilers for CPU turn bfloat16 collectives into
+        float32 ones: there dtypes and bytes are read from the program before compilation.
+
+        Args:
+            calls: how often the step calls the model, for example on microbatches.
+            tolerance: by which fraction bytes may exceed the least ones.
+            memory: what a device has, in bytes or as text such as "16 GiB". None: what is known of the
+                target; nothing is checked if nothing is.
+
+        Raises:
+            PolicyViolation: it departs from them; all departures are listed.
+            ValueError: there are no policies to hold it against, or no memory figures to hold against
+                `memory`.
+        """
+        found = self.departures(calls=calls, tolerance=tolerance, memory=memory)
+        if found:
+            raise PolicyViolation(
+                f"{self._title()}\nThe program is not what the policies state, in {len(found)} "
+                f"point{'s' if len(found) > 1 else ''}:",
+                found,
+            )
+
+    def departures(
+        self, *, calls: int = 1, tolerance: float = 0.01, memory: int | str | None = None
+    ) -> list[Departure]:
+        """What `check` would raise, as a list.
+
+        Args:
+            calls: as for `check`.
+            tolerance: as for `check`.
+            memory: as for `check`.
+
+        Returns:
+            The departures; none if the program is what the policies state.
+
+        Raises:
+            ValueError: as for `check`.
+        """
+        if not self.promises:
+            raise ValueError(
+                "jfsdp.inspect: there are no policies to hold this program against: none of the step's "
+                "arguments holds a sharded model. Pass one, or `model=` with the model whose policies the "
+                "step should keep."
+            )
+        if memory is not None and self.memory is None:
+            raise ValueError(
+                "jfsdp.inspect: memory is known of compiled programs only: "
+                "jfsdp.inspect(step, ..., compile=True)"
+            )
+        program = self._readable()
+        found = departures(
+            program.collectives,
+            self.promises,
+            calls=calls,
+            tolerance=tolerance,
+            compiled=bool(program.target),
+        )
+        available = parse_bytes(memory) if memory is not None else None
+        return [*found, *stored_departures(self.constants, self.memory, available)]
+
+    def _readable(self) -> Report:
+        """The compiled program, unless there is none or it does not tell dtypes."""
+        refused = self.memory is not None and self.memory.refused
+        widened = "cpu" in self.target
+        return self.lowered if self.lowered is not None and (refused or widened) else self
+
+    def difference(self, other: Report) -> Difference:
+        """What changes from this report to another.
+
+        Args:
+            other: the later report.
+
+        Returns:
+            Every figure that is not the same: collectives by kind, axes, dtype and phase, and memory.
+        """
+        own, others = ({} if r.memory is None else r.memory.by_name() for r in (self, other))
+        return difference(self.collectives, other.collectives, own, others)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -103,25 +207,48 @@ class Report:
         return sum((record.total_bytes for record in self._select(kind, axes, dtype)), 0.0)
 
     def to_json(self) -> str:
-        """The report as a JSON object: version, mesh, collectives, rows, totals, minima, bytes."""
-        content = {
+        """The report as a JSON object: version, target, mesh, memory, collectives, rows, totals, minima."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def to_html(self, title: str = "") -> str:
+        """The report as a page that needs no other file; see `jfsdp.inspect.html.to_html`."""
+        from .html import to_html
+
+        return to_html(self, title)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as a dictionary."""
+        return {
             "jax_version": self.jax_version,
+            "target": self.target,
             "mesh": dict(self.mesh_axes),
             "total_bytes": self.total_bytes,
             "totals": [_row_as_dict(row) for row in self.totals],
             "rows": [_row_as_dict(row) for row in self.rows],
             "minima": [dataclasses.asdict(minimum) for minimum in self.minima],
+            "memory": None if self.memory is None else self.memory.as_dict(),
+            "constants": self.constants,
             "collectives": [dataclasses.asdict(record) for record in self.collectives],
+            "lowered": None if self.lowered is None else self.lowered.as_dict(),
         }
-        return json.dumps(content, indent=2)
 
     def __str__(self) -> str:
+        if self.memory is not None and self.memory.refused:
+            parts = [f"{self._title()}: the compiler refused the program for want of memory"]
+        else:
+            title = f"{self._title()}; bytes received per device and step"
+            table = render(title, self.rows, self.totals, self.minima)
+            parts = ["\n".join(filter(None, [table, overlap_line(self.collectives)]))]
+        if self.memory is not None:
+            parts.append(memory_table(self.memory))
+        return "\n\n".join(parts)
+
+    def _title(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh_axes) or "none"
-        title = (
-            f"jax {self.jax_version}, mesh {mesh}: as lowered, before compiler passes; "
-            "bytes received per device and step"
+        stage = (
+            f"compiled for {self.target}" if self.target else "as lowered, before compiler passes"
         )
-        return render(title, self.rows, self.totals, self.minima)
+        return f"jax {self.jax_version}, mesh {mesh}: {stage}"
 
     def _select(
         self, kind: str | None, axes: str | Sequence[str] | None, dtype: Any

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.extend.mlir import ir
 
+from . import scopes
 from .collective import KINDS, Collective, dtype_name, nbytes, ring_bytes
 from .groups import Groups, along_axes, axes_of_groups, axes_of_pairs
 from .loops import Frame, called_function, trip_count
@@ -60,6 +61,35 @@ def collectives(
     return list(reader.read(reader.functions["main"], _Place(Frame(reader.functions))))
 
 
+def constant_bytes(lowered: jax.stages.Lowered) -> int:
+    """Bytes of the arrays that are written into a program, such as parameters that it closes over.
+
+    Args:
+        lowered: what `jax.jit(step).lower(*args)` returns.
+
+    Returns:
+        The bytes, without arrays of one repeated value, which cost nothing.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    assert isinstance(module, ir.Module), type(module)
+    return sum(_constants(op.operation) for op in module.body.operations)
+
+
+def _constants(op: ir.Operation) -> int:
+    if op.name == "stablehlo.constant":
+        value = op.attributes["value"]
+        if isinstance(value, ir.DenseElementsAttr) and value.is_splat:
+            return 0
+        dtype, shape = _array(op.results[0])
+        return round(nbytes(shape, dtype))
+    return sum(
+        _constants(inner.operation)
+        for region in op.regions
+        for block in region.blocks
+        for inner in block.operations
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """Where the walk is: in which call, and inside which loops."""
@@ -68,6 +98,10 @@ class _Place:
     executions: int = 1
     in_loop: bool = False
     unknown_trips: bool = False
+    op_name: str = ""
+
+    def inside(self, op: ir.Operation) -> _Place:
+        return dataclasses.replace(self, op_name=_op_name(op) or self.op_name)
 
     def in_loop_of(self, trips: int | None) -> _Place:
         return dataclasses.replace(
@@ -122,15 +156,15 @@ class _Reader:
             if kind is not None:
                 yield from self._records(op, kind, place)
             elif op.name == "stablehlo.while":
-                yield from self._loop(op, place)
-            else:
-                callee = called_function(op)
-                if callee is not None:
-                    call = dataclasses.replace(place, frame=place.frame.enter(op))
-                    yield from self.read(self.functions[callee], call)
+                yield from self._loop(op, place.inside(op))
+            elif (callee := called_function(op)) is not None:
+                call = dataclasses.replace(place.inside(op), frame=place.frame.enter(op))
+                yield from self.read(self.functions[callee], call)
+            elif op.regions:
+                nested = place.inside(op)
                 for region in op.regions:
                     for inner in region.blocks:
-                        yield from self.read(inner, place)
+                        yield from self.read(inner, nested)
 
     def _loop(self, op: ir.Operation, place: _Place) -> Iterator[Collective]:
         trips = trip_count(op, place.frame)
@@ -141,6 +175,8 @@ class _Reader:
 
     def _records(self, op: ir.Operation, kind: str, place: _Place) -> Iterator[Collective]:
         axes, group_size, unresolved = self._devices(op, kind)
+        op_name = _op_name(op)
+        leaves = scopes.leaves(op_name)
         for operand, result in zip(op.operands, op.results, strict=True):
             dtype, shape = _array(operand)
             _, result_shape = _array(result)
@@ -159,6 +195,8 @@ class _Reader:
                 in_loop=place.in_loop,
                 unknown_trips=place.unknown_trips,
                 groups=unresolved,
+                phase=scopes.phase(op_name) or scopes.phase(place.op_name),
+                leaf=leaves[0] if len(leaves) == 1 else "",
             )
 
     def _devices(self, op: ir.Operation, kind: str) -> tuple[tuple[str, ...], int, str]:
@@ -228,6 +266,12 @@ def _array(value: ir.Value) -> tuple[str, tuple[int, ...]]:
             f"jfsdp.inspect: a collective of {array}: lower the step with arrays of known shape"
         )
     return dtype_name(str(array.element_type)), tuple(array.shape)
+
+
+def _op_name(op: ir.Operation) -> str:
+    """The name that JAX gave the operation: what is quoted first in its location."""
+    match = re.match(r'loc\("([^"]*)"', str(op.location))
+    return match[1] if match else ""
 
 
 def _name(op: ir.Operation) -> str:

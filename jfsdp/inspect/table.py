@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from .collective import Collective
 from .rows import Minimum, Row
 
-__all__ = ["human_bytes", "render"]
+__all__ = ["aligned", "human_bytes", "overlap_line", "render"]
 
 _HEADER = ("kind", "axes", "dtype", "count", "bytes", "minimum", "ratio")
 _LEFT_ALIGNED = 3
@@ -37,7 +38,7 @@ def render(
     blocks = [
         _kind_lines(total, [row for row in rows if row.kind == total.kind]) for total in totals
     ]
-    lines = _align([_HEADER[:columns], *(line[:columns] for line in itertools.chain(*blocks))])
+    lines = aligned([_HEADER[:columns], *(line[:columns] for line in itertools.chain(*blocks))])
     rule = "-" * max(len(line) for line in lines)
     received = sum(total.bytes_per_device for total in totals)
     unknown_trips = any(total.unknown_trips for total in totals)
@@ -47,6 +48,26 @@ def render(
     if unknown_trips:
         notes.append(_UNKNOWN_TRIPS)
     return "\n".join([title, "", lines[0], rule, *lines[1:], rule, summary, *notes])
+
+
+def overlap_line(collectives: Sequence[Collective]) -> str:
+    """Which share of the bytes travels while a matrix multiplication runs; "" if nothing says.
+
+    Args:
+        collectives: of a compiled program. Before compilation there is no schedule.
+    """
+    shares = []
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        records = [record for record in collectives if record.kind == kind and record.instruction]
+        size = sum(record.total_bytes for record in records)
+        if size:
+            share = sum(r.total_bytes for r in records if r.overlapped) / size
+            shares.append(f"{kind} {share:.0%}")
+    return (
+        f"scheduled beside a matrix multiplication: {', '.join(shares)} of the bytes"
+        if shares
+        else ""
+    )
 
 
 def human_bytes(count: float) -> str:
@@ -103,11 +124,12 @@ def _ratio(row: Row) -> str:
     return "-" if row.ratio is None else f"{row.ratio:.3f}"
 
 
-def _align(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], left: int = _LEFT_ALIGNED) -> list[str]:
+    """Cells as lines of aligned columns, the first `left` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index < _LEFT_ALIGNED else cell.rjust(width)
+            cell.ljust(width) if index < left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines

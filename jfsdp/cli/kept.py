@@ -1,0 +1,196 @@
+"""What a job keeps on every device by leaf, and what its policies say it communicates, uncompiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.cli.job import Job
+from jfsdp.cli.terminal import Table
+from jfsdp.inspect import Row
+from jfsdp.inspect.blocks import grouped, pattern, ranged
+from jfsdp.inspect.table import human_bytes
+from jfsdp.nnx_tree import kind_of_argument, plan_rows
+from jfsdp.promises import arguments
+
+__all__ = ["Kept", "Leaf", "kept_by", "promised_rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What one device keeps of one parameter between the start of a step and its end, in bytes.
+
+    Attributes:
+        path: of the parameter.
+        unit: that gathers it.
+        shape: global.
+        parameters: of its shard.
+        gradients: of the shard of its gradient, in the dtype in which it is reduced.
+        optimizer: of the optimizer state that belongs to it.
+        gathered: of the whole parameter, or of one layer of a stack, in the dtype in which it is gathered.
+    """
+
+    path: str
+    unit: str
+    shape: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the shard, its gradient and its optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What one device keeps of all parameters.
+
+    Attributes:
+        leaves: the parameters.
+        other: bytes of optimizer state that belongs to none of them, such as a count of steps.
+    """
+
+    leaves: tuple[Leaf, ...]
+    other: int
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of the parameters."""
+        return sum(leaf.parameters for leaf in self.leaves)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients."""
+        return sum(leaf.gradients for leaf in self.leaves)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer state."""
+        return sum(leaf.optimizer for leaf in self.leaves) + self.other
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def largest_unit(self) -> tuple[str, int]:
+        """The unit that takes most bytes while it is gathered, and how many."""
+        units = {}
+        for leaf in self.leaves:
+            units[leaf.unit] = units.get(leaf.unit, 0) + leaf.gathered
+        return max(units.items(), key=lambda item: item[1])
+
+    @property
+    def state(self) -> int:
+        """Bytes that stay from step to step: parameters and optimizer state."""
+        return self.parameters + self.optimizer
+
+    def verdict(self, limit: int | None) -> str:
+        """One line: whether the state fits.
+
+        Args:
+            limit: bytes that a device has; None if that is not known.
+        """
+        total = human_bytes(self.total)
+        if limit is None:
+            return f"{total} per device before activations and gathered weights"
+        whole = human_bytes(limit)
+        if self.state > limit:
+            return (
+                f"does not fit: parameters and optimizer state take {human_bytes(self.state)} of {whole} "
+                "per device"
+            )
+        return (
+            f"{total} of {whole} per device before activations and gathered weights: "
+            "`python -m jfsdp compile` says whether these fit"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures by name, for JSON: bytes per device."""
+        names = ("parameters", "gradients", "optimizer", "total")
+        unit, size = self.largest_unit
+        return {
+            "bytes_per_device": {name: getattr(self, name) for name in names},
+            "gathered": {"unit": unit, "bytes": size},
+            "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves],
+        }
+
+    def table(self) -> Table:
+        """Bytes per device; the same leaf of repeated blocks is one line, their sum."""
+        rows = []
+        for group in grouped(self.leaves, lambda f: (pattern(f.unit), pattern(f.path), f.shape)):
+            unit = ranged([leaf.unit for leaf in group])
+            name = group[0].path.removeprefix(f"{group[0].unit}.")
+            rows.append((unit, name if unit != name else "", *_figures(group)))
+        if self.other:
+            rows.append(
+                ("-", "other state", "", "", human_bytes(self.other), human_bytes(self.other))
+            )
+        sums = map(human_bytes, (self.parameters, self.gradients, self.optimizer, self.total))
+        head = ("unit", "parameter", "parameters", "gradients", "optimizer", "total")
+        return Table("bytes per device", head, rows, ("total", "", *sums), left=2)
+
+
+def kept_by(job: Job) -> Kept:
+    """What one device keeps, from the shardings of the abstract model and optimizer."""
+    rows = plan_rows(job.model)
+    state, other = _optimizer_bytes(job, [row.path for row, *_ in rows])
+    leaves = []
+    for row, unit, placement, _ in rows:
+        shape = row.shape
+        how = unit.gathering(placement, jax.ShapeDtypeStruct(shape, row.dtype))
+        layers = 1 if placement.stacked_axis is None else shape[placement.stacked_axis]
+        shards = row.bytes_per_device // np.dtype(row.dtype).itemsize
+        leaves.append(
+            Leaf(
+                path=row.path,
+                unit=row.unit,
+                shape=shape,
+                parameters=row.bytes_per_device,
+                gradients=shards * np.dtype(how.reduce_dtype).itemsize,
+                optimizer=state[row.path],
+                gathered=math.prod(shape) // max(layers, 1) * np.dtype(how.param_dtype).itemsize,
+            )
+        )
+    return Kept(tuple(leaves), other)
+
+
+def promised_rows(job: Job) -> list[Row]:
+    """What one step communicates by its policies, for the roofline."""
+    return [
+        Row(kind, axes, dtype, 1, size)
+        for _, unit, placement, is_root in plan_rows(job.model)
+        for kind, (axes, dtype, size) in unit.stated(placement, is_root).items()
+    ]
+
+
+def _optimizer_bytes(job: Job, paths: Sequence[str]) -> tuple[dict[str, int], int]:
+    """Bytes of optimizer state by the parameter whose path it ends in, and of what has none."""
+    state, other = dict.fromkeys(paths, 0), 0
+    for leaf in arguments(job.optimizer, kind_of_argument):
+        owner = _owner(leaf.path, state)
+        if owner is None:
+            other += leaf.bytes_per_device
+        else:
+            state[owner] += leaf.bytes_per_device
+    return state, other
+
+
+def _owner(path: str, known: dict[str, Any]) -> str | None:
+    parts = path.removesuffix(".value").split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in known), None)
+
+
+def _figures(group: Sequence[Leaf]) -> list[str]:
+    names = ("parameters", "gradients", "optimizer", "total")
+    return [human_bytes(sum(getattr(leaf, name) for leaf in group)) for name in names]

@@ -1,0 +1,114 @@
+"""What the policies promise of a program, and what it says when a program is not that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .rows import Minimum
+
+__all__ = ["Departure", "PolicyViolation", "Promise", "Wire", "minima_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """One collective of a parameter, in one step.
+
+    Attributes:
+        axes: the mesh axes that it runs over.
+        dtype: what travels, a NumPy or ml_dtypes name; "" if that is not promised.
+        bytes_per_device: bytes that one device receives in one step that calls the model once.
+    """
+
+    axes: tuple[str, ...]
+    dtype: str
+    bytes_per_device: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """What the policies say of one parameter.
+
+    Attributes:
+        leaf: its path.
+        shapes: shapes that it is gathered in: its own, and a layer's if it is a stack of layers.
+        shards: shapes of one device's part of these, over the shard axes.
+        gather: the all-gather over the shard axes, forward and backward together; None if the
+            parameter is replicated.
+        scatter: the reduce-scatter of its gradient over the shard axes; None likewise.
+        sum: the all-reduce of its gradient over the replicate axes (for a replicated parameter: all
+            data-parallel axes); None if there are none.
+        other_shards: over how many devices axes that are not data-parallel split the parameter. The
+            bytes of the wires are not divided by it, as those of a program before the compiler are not.
+        unit: path of the unit that it is gathered with.
+        gathers: how often a step gathers it: 2 if it is dropped after the forward.
+    """
+
+    leaf: str
+    shapes: tuple[tuple[int, ...], ...]
+    shards: tuple[tuple[int, ...], ...]
+    gather: Wire | None
+    scatter: Wire | None
+    sum: Wire | None
+    other_shards: int = 1
+    unit: str = ""
+    gathers: int = 1
+
+    def wires(self) -> dict[str, Wire]:
+        """The collectives of the parameter, by kind."""
+        by_kind = {
+            "all-gather": self.gather,
+            "reduce-scatter": self.scatter,
+            "all-reduce": self.sum,
+        }
+        return {kind: wire for kind, wire in by_kind.items() if wire is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """One point in which a program is not what the policies state.
+
+    Attributes:
+        leaf: the parameter, parameters of one shape, or "" for the program as a whole.
+        rule: what is departed from, such as "dtype of the all-gather".
+        expected: what the policy states.
+        found: what the program does.
+    """
+
+    leaf: str
+    rule: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.leaf or 'the step'}: {self.rule}: expected {self.expected}, found {self.found}"
+        )
+
+
+class PolicyViolation(Exception):
+    """A program is not what its policies state.
+
+    Attributes:
+        departures: every point in which it is not.
+    """
+
+    def __init__(self, title: str, departures: Sequence[Departure]) -> None:
+        self.departures = tuple(departures)
+        lines = [f"  {number}. {each}" for number, each in enumerate(self.departures, 1)]
+        super().__init__("\n".join([title, *lines]))
+
+
+def minima_of(promises: Sequence[Promise], compiled: bool) -> tuple[Minimum, ...]:
+    """The least bytes of each kind of collective, from what is promised of each parameter.
+
+    Args:
+        promises: one for each parameter.
+        compiled: whether the program is a compiled one, whose arrays are split over all axes.
+    """
+    least: dict[str, float] = {}
+    for promise in promises:
+        for kind, wire in promise.wires().items():
+            shards = promise.other_shards if compiled else 1
+            least[kind] = least.get(kind, 0.0) + wire.bytes_per_device / shards
+    return tuple(Minimum(kind, size) for kind, size in least.items() if size)

@@ -1,0 +1,159 @@
+"""The part of a report's page that is about what a step communicates, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+from .blocks import grouped, module_of, pattern, ranged
+from .collective import KINDS, Collective
+from .html_parts import svg, swatch, table
+from .table import human_bytes
+
+if TYPE_CHECKING:
+    from .report import Report
+
+__all__ = ["schedule_section", "totals_section", "units_section"]
+
+_PHASES: Final = ("forward", "backward", "update", "")
+_ROOT: Final = "(root)"
+_UNNAMED: Final = "of no parameter, or unnamed"
+_COLORS: Final = {"all-gather": "blue", "reduce-scatter": "amber", "all-reduce": "violet"}
+_STATES: Final = {
+    "beside a matrix multiplication": "teal",
+    "asynchronous": "blue",
+    "synchronous: nothing else runs": "amber",
+}
+
+
+def totals_section(report: Report) -> str:
+    """Bytes by kind, axes and dtype, against the least ones."""
+    rows = []
+    for total in report.totals:
+        own = [row for row in report.rows if row.kind == total.kind]
+        for row in own:
+            axes = ", ".join(row.axes) or row.groups or "-"
+            figures = (row.count, row.bytes_per_device, row.minimum, row.ratio)
+            rows.append(
+                (escape(row.kind), escape(axes), escape(row.dtype) or "-", *_figures(*figures))
+            )
+        if len(own) > 1:
+            figures = (total.count, total.bytes_per_device, total.minimum, total.ratio)
+            rows.append((escape(total.kind), "total", "", *_figures(*figures)))
+    if not rows:
+        return ""
+    head = ("kind", "axes", "dtype", "count", "bytes", "minimum", "ratio")
+    stage = "" if report.target else ", as written"
+    return (
+        f"<h2>Communication per device and step{stage}: {human_bytes(report.total_bytes)}</h2>\n"
+        f"{table(head, rows, numbers=(3, 4, 5, 6))}"
+    )
+
+
+def _figures(count: int, size: float, minimum: float | None, ratio: float | None) -> list[str]:
+    least = "" if minimum is None else human_bytes(minimum)
+    return [f"{count:,}", human_bytes(size), least, "" if ratio is None else f"{ratio:.3f}"]
+
+
+def _units(report: Report) -> Callable[[Collective], str]:
+    """Tells which unit a collective is of; of the outermost one, which module in it."""
+    named = {promise.leaf: promise.unit for promise in report.promises}
+
+    def unit(record: Collective) -> str:
+        name = named.get(record.leaf, "")
+        return module_of(record.leaf) if name in ("", _ROOT) else name
+
+    return unit
+
+
+def units_section(report: Report) -> str:
+    """Bytes by unit and phase; repeated blocks are one line."""
+    unit = _units(report)
+    groups = grouped(
+        report.collectives,
+        lambda c: (pattern(unit(c)), c.phase, c.kind, c.written, c.axes, c.groups, c.dtype),
+    )
+    order = list(dict.fromkeys(pattern(unit(group[0])) for group in groups))
+    groups.sort(
+        key=lambda group: (
+            not unit(group[0]),
+            order.index(pattern(unit(group[0]))),
+            _phase(group[0]),
+        )
+    )
+    largest = max((_bytes(group) for group in groups), default=0.0)
+    if not largest:
+        return ""
+    rows = []
+    for group in groups:
+        first = group[0]
+        name = ranged([unit(record) for record in group]) or _UNNAMED
+        kind = f"{first.kind} (of an {first.written})" if first.written else first.kind
+        bar = [(_bytes(group), _COLORS.get(first.purpose, "gray"), "")]
+        rows.append(
+            (
+                escape(name),
+                escape(first.phase) or "-",
+                escape(kind),
+                escape(", ".join(first.axes) or first.groups or "-"),
+                escape(first.dtype),
+                f"{sum(c.executions for c in group):,}",
+                human_bytes(_bytes(group)),
+                svg("inline", bar, largest),
+            )
+        )
+    head = ("unit", "phase", "kind", "axes", "dtype", "count", "bytes", "")
+    return f"<h2>Collectives by unit and phase</h2>\n{table(head, rows, numbers=(5, 6), fill=7)}"
+
+
+def _phase(record: Collective) -> int:
+    return _PHASES.index(record.phase) if record.phase in _PHASES else len(_PHASES)
+
+
+def schedule_section(report: Report) -> str:
+    """What of each kind runs beside a matrix multiplication; "" before compilation."""
+    unit = _units(report)
+    rows = []
+    for kind in KINDS:
+        records = [
+            c for c in report.collectives if c.kind == kind and c.instruction and c.total_bytes
+        ]
+        whole = _bytes(records)
+        if not whole:
+            continue
+        runs: list[list[Collective]] = []
+        for record in records:
+            if runs and _state(runs[-1][0]) == _state(record):
+                runs[-1].append(record)
+            else:
+                runs.append([record])
+        parts = [(_bytes(run), _STATES[_state(run[0])], _run_text(run, unit)) for run in runs]
+        beside = sum(c.total_bytes for c in records if c.overlapped) / whole
+        rows.append((kind, f"{beside:.0%}", svg("strip", parts, whole, f"{kind} in program order")))
+    if not rows:
+        return ""
+    legend = "".join(f"<li>{swatch(color)}{state}</li>" for state, color in _STATES.items())
+    head = ("kind", "overlapped", "in program order, by bytes")
+    return (
+        "<h2>Schedule: what runs beside a matrix multiplication</h2>\n"
+        f'<ul class="legend">{legend}</ul>\n{table(head, rows, numbers=(1,), fill=2, kind="schedule")}'
+    )
+
+
+def _state(record: Collective) -> str:
+    beside, alone, waiting = _STATES
+    return beside if record.overlapped else alone if record.asynchronous else waiting
+
+
+def _run_text(run: Sequence[Collective], unit: Callable[[Collective], str]) -> str:
+    names = list(dict.fromkeys(unit(record) for record in run if record.leaf))
+    where = f" of {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}" if names else ""
+    count = sum(c.executions for c in run)
+    return (
+        f"{_state(run[0])}: {count} collective{'s'[: count - 1]}{where}, {human_bytes(_bytes(run))}"
+    )
+
+
+def _bytes(records: Iterable[Collective]) -> float:
+    return sum(record.total_bytes for record in records)

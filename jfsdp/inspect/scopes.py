@@ -1,0 +1,41 @@
+"""What the name of an operation tells: which phase of the step, which parameter, which primitive.
+
+JAX names every operation by the transformations and scopes it was traced in, such as
+"jit(step)/transpose(jvp())/.../jfsdp_reduce[blocks.0.up.kernel]/reduce_scatter". Programs before and
+after compilation carry these names; compilers drop some.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["leaves", "phase", "written_kind"]
+
+_LEAF: Final = re.compile(r"jfsdp_(?:gather|reduce)\[([^\]]*)\]")
+_PRIMITIVES: Final = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+}
+
+
+def phase(op_name: str) -> str:
+    """Which derivative the name speaks of: "backward", "forward", or "" for none."""
+    if "transpose(" in op_name or "rematted_computation" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
+
+def leaves(op_name: str) -> tuple[str, ...]:
+    """The parameters named in it; an operation that was merged from several names them all."""
+    return tuple(_LEAF.findall(op_name))
+
+
+def written_kind(op_name: str) -> str:
+    """The kind of collective that the program asks for, or ""."""
+    return _PRIMITIVES.get(op_name.rstrip(")").rpartition("/")[2], "")

@@ -1,0 +1,119 @@
+"""What a step's policies and arguments say, in the words in which `inspect` reads programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.inspect import Argument, Promise, Wire
+from jfsdp.placement import Placement
+from jfsdp.plan import PlanRow
+from jfsdp.units import Unit, is_array
+
+__all__ = ["arguments", "minima", "promise"]
+
+Kind = Literal["parameters", "optimizer", "rest"]
+
+
+def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Promise:
+    """What is promised of one parameter's collectives.
+
+    Args:
+        row: the parameter's line in the plan.
+        unit: the unit that gathers it.
+        placement: where it lies.
+        is_root: whether that unit is the outermost one.
+    """
+    wires = {kind: Wire(*wire) for kind, wire in unit.stated(placement, is_root).items()}
+    shape, stacked = placement.shape, placement.stacked_axis
+    part = [
+        size // math.prod(unit.dp.mesh.shape[a] for a in dict(placement.dims).get(dim, ()))
+        for dim, size in enumerate(shape)
+    ]
+    own = {axis for _, axes in placement.dims for axis in axes}
+    others = {axis for axes in placement.entries for axis in axes if axis not in own}
+    return Promise(
+        leaf=row.path,
+        shapes=_with_layer(shape, stacked),
+        shards=_with_layer(tuple(part), stacked),
+        gather=wires.get("all-gather"),
+        scatter=wires.get("reduce-scatter"),
+        sum=wires.get("all-reduce"),
+        unit=row.unit,
+        gathers=1 + unit.reshards(is_root),
+        other_shards=math.prod(unit.dp.mesh.shape[axis] for axis in others),
+    )
+
+
+def _with_layer(shape: tuple[int, ...], stacked: int | None) -> tuple[tuple[int, ...], ...]:
+    if stacked is None:
+        return (shape,)
+    axis = stacked % len(shape)
+    return (shape, (*shape[:axis], *shape[axis + 1 :]))
+
+
+def arguments(tree: Any, kind_of: Callable[[Any], Kind | None]) -> list[Argument]:
+    """The arrays of a step's arguments, and what each is for.
+
+    Args:
+        tree: the arguments.
+        kind_of: for any node of the tree: "parameters", "optimizer" or "rest" if that is what all arrays in
+            it are, else None to look inside.
+
+    Returns:
+        One entry per array. An array that is met twice counts once.
+    """
+    found: list[Argument] = []
+    seen: set[int] = set()
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: kind_of(node) is not None
+    )
+    for path, node in nodes:
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]:
+            if is_array(leaf):
+                name = jax.tree_util.keystr((*path, *inner), simple=True, separator=".")
+                found.append(_argument(name, kind_of(node) or "rest", leaf))
+    return found
+
+
+def _argument(name: str, kind: Kind, leaf: Any) -> Argument:
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape)
+    local = shape if sharding is None else sharding.shard_shape(shape)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(local, leaf.dtype))
+        size, dtype = math.prod(data.shape) * data.dtype.itemsize, str(leaf.dtype)
+    else:
+        size, dtype = math.prod(local) * np.dtype(leaf.dtype).itemsize, np.dtype(leaf.dtype).name
+    return Argument(name, kind, shape, dtype, size, getattr(sharding, "memory_kind", None))
+
+
+def minima(
+    given: Sequence[Argument], placements: Iterable[tuple[Placement, int]]
+) -> tuple[int, int]:
+    """The bytes that one device keeps by the policies: of the parameters, and of the optimizer state.
+
+    Optimizer state of a parameter's shape lies as the parameter does; other state is on every device.
+
+    Args:
+        given: the step's arguments.
+        placements: of each parameter where it lies and the bytes of one device's shard.
+    """
+    pairs = list(placements)
+    shares = {
+        placement.shape: size / placement.bytes for placement, size in pairs if placement.bytes
+    }
+    state = sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize * shares.get(leaf.shape, 1)
+        for leaf in given
+        if leaf.kind == "optimizer"
+    )
+    return sum(size for _, size in pairs), round(state)
