@@ -283,6 +283,7 @@ def inspect(
         *args,
         mesh=dp.mesh,
         promises=[promise(row, unit, placement, root) for row, unit, placement, root in rows],
+        other_axes=[axis for axis in dp.mesh.axis_names if axis not in dp.axes],
         arguments=named,
         minima=minima(named, sizes),
         compile=compile,

@@ -15,8 +15,9 @@ from jfsdp import nnx_auto as auto
 from jfsdp import region as regions
 from jfsdp.borders import RULE, is_spec
 from jfsdp.nnx_tree import class_name, owned, placement_of, walk
+from jfsdp.remat import refuse_gathered
 from jfsdp.units import Shard, Unit, cast_floating, is_array
-from jfsdp.unshard import refuse_gathered, unshard
+from jfsdp.unshard import unshard
 
 __all__ = ["Call", "call_auto", "call_here", "called_by_a_unit"]
 

@@ -88,15 +88,31 @@ class Placement:
         Raises:
             ValueError: the array has another rank than the parameter, with or without that axis.
         """
+        return self._at_rank(self.dims, ndim)
+
+    def others_at_rank(self, ndim: int) -> Dims:
+        """The dimensions that lie on axes which are not data-parallel, in an array of `ndim` dimensions.
+
+        Raises:
+            ValueError: as `dims_at_rank`.
+        """
+        own = {axis for _, axes in self.dims for axis in axes}
+        others = (
+            (dim, tuple(axis for axis in axes if axis not in own))
+            for dim, axes in enumerate(self.entries)
+        )
+        return self._at_rank(tuple((dim, axes) for dim, axes in others if axes), ndim)
+
+    def _at_rank(self, dims: Dims, ndim: int) -> Dims:
         if ndim == len(self.shape):
-            return self.dims
+            return dims
         if self.stacked_axis is None or ndim != len(self.shape) - 1:
             raise ValueError(
                 f"{self.path}: sharded with shape {self.shape}, but the unit is called with an array "
                 f"of {ndim} dimensions. If a scan or vmap removes a layer axis, say which with "
                 "jfsdp.shard(..., stacked_axis=0)."
             )
-        return tuple((dim - (dim > self.stacked_axis), axes) for dim, axes in self.dims)
+        return tuple((dim - (dim > self.stacked_axis), axes) for dim, axes in dims)
 
 
 def place(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jfsdp.inspect.blocks import grouped, pattern, ranged
+from jfsdp.inspect.table import aligned, human_bytes
 from jfsdp.mesh import DataParallelMesh, describe_mesh
 
 __all__ = ["Plan", "PlanRow"]
@@ -90,8 +91,8 @@ class Plan:
         if 2 * size <= self.bytes:
             return ()
         return (
-            f"the unit {unit} holds {size / self.bytes:.0%} of the model ({human(size)}), which is gathered "
-            "at once. Make the repeated blocks units of their own: jfsdp.shard(model, units=Block).",
+            f"the unit {unit} holds {size / self.bytes:.0%} of the model ({human_bytes(size)}), which is "
+            "gathered at once. Make the repeated blocks units of their own: jfsdp.shard(model, units=Block).",
         )
 
     def __str__(self) -> str:
@@ -99,61 +100,38 @@ class Plan:
         cells = [("unit", "parameter", "shape", "dtype", "spec", "per device")]
         cells += [_cells(group) for group in _groups(self.rows)]
         whole, part = self.bytes, self.bytes_per_device
-        lines = [head, *_aligned(cells)]
+        header, *table = aligned(cells, left=len(cells[0]))
+        rule = "-" * max(len(line) for line in (header, *table))
+        lines = [head, header, rule, *table, rule]
         lines.append(
-            f"total: {self.parameters:,} parameters, {human(whole)}; {human(part)} per device "
+            f"total: {self.parameters:,} parameters, {human_bytes(whole)}; {human_bytes(part)} per device "
             f"({part / max(whole, 1):.1%})"
         )
         lines += _reasons(self.replicated)
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
-def human(size: float) -> str:
-    """Bytes for people: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def _groups(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
     """Rows that differ in the numbers of their path only (the same leaf of repeated blocks)."""
-    groups: dict[tuple, list[PlanRow]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.path)
-        unit = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.unit)
-        key = (unit, pattern, row.shape, str(row.dtype), row.spec, row.reason)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+
+    def key(row: PlanRow) -> tuple[Any, ...]:
+        names = (pattern(row.unit), pattern(row.path))
+        return (*names, row.shape, str(row.dtype), row.spec, row.reason)
+
+    return grouped(rows, key)
 
 
 def _cells(group: list[PlanRow]) -> tuple[str, ...]:
     row, times = group[0], f" x{len(group)}" if len(group) > 1 else ""
     path = row.path.removeprefix(f"{row.unit}.")
-    unit = _range([r.unit for r in group])
+    unit = ranged([r.unit for r in group])
     shape = "x".join(map(str, row.shape)) or "scalar"
     spec = "P(" + ", ".join(map(repr, row.spec)) + ")"
-    return (unit, path, shape, str(row.dtype), spec, human(row.bytes_per_device) + times)
-
-
-def _range(names: list[str]) -> str:
-    """The first and the last name as one: "blocks.0" and "blocks.5" are "blocks.0-5"."""
-    first, last = names[0].split("."), names[-1].split(".")
-    parts = [a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True)]
-    return ".".join(parts)
+    return (unit, path, shape, str(row.dtype), spec, human_bytes(row.bytes_per_device) + times)
 
 
 def _reasons(rows: Sequence[PlanRow]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for group in _groups(rows):
-        by_reason.setdefault(group[0].reason, []).append(_range([row.path for row in group]))
+        by_reason.setdefault(group[0].reason, []).append(ranged([row.path for row in group]))
     return [f"replicated, {reason}: {', '.join(paths)}" for reason, paths in by_reason.items()]
-
-
-def _aligned(cells: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
-    ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:], "-" * max(map(len, lines))]

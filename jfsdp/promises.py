@@ -31,30 +31,38 @@ def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Pr
     """
     wires = {kind: Wire(*wire) for kind, wire in unit.stated(placement, is_root).items()}
     shape, stacked = placement.shape, placement.stacked_axis
-    part = [
-        size // math.prod(unit.dp.mesh.shape[a] for a in dict(placement.dims).get(dim, ()))
-        for dim, size in enumerate(shape)
-    ]
     own = {axis for _, axes in placement.dims for axis in axes}
-    others = {axis for axes in placement.entries for axis in axes if axis not in own}
+    sharded, others = (
+        dict(placement.dims),
+        [tuple(axis for axis in axes if axis not in own) for axes in placement.entries],
+    )
+    # Arrays may still be whole over the axes that are left to the compiler.
+    local = tuple(n // unit.dp.size_of(a) for n, a in zip(shape, others, strict=True))
+    parts = [
+        tuple(n // unit.dp.size_of(sharded.get(dim, ())) for dim, n in enumerate(whole))
+        for whole in (shape, local)
+    ]
     return Promise(
         leaf=row.path,
-        shapes=_with_layer(shape, stacked),
-        shards=_with_layer(tuple(part), stacked),
+        shapes=_with_layers([shape, local], stacked),
+        shards=_with_layers(parts, stacked),
         gather=wires.get("all-gather"),
         scatter=wires.get("reduce-scatter"),
         sum=wires.get("all-reduce"),
         unit=row.unit,
         gathers=1 + unit.reshards(is_root),
-        other_shards=math.prod(unit.dp.mesh.shape[axis] for axis in others),
     )
 
 
-def _with_layer(shape: tuple[int, ...], stacked: int | None) -> tuple[tuple[int, ...], ...]:
-    if stacked is None:
-        return (shape,)
-    axis = stacked % len(shape)
-    return (shape, (*shape[:axis], *shape[axis + 1 :]))
+def _with_layers(
+    shapes: Iterable[tuple[int, ...]], stacked: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes, each once, and if they are of stacks those of one layer."""
+    found = list(dict.fromkeys(shapes))
+    if stacked is not None:
+        axis = stacked % len(found[0])
+        found += [(*shape[:axis], *shape[axis + 1 :]) for shape in found]
+    return tuple(found)
 
 
 def arguments(tree: Any, kind_of: Callable[[Any], Kind | None]) -> list[Argument]:

@@ -25,7 +25,7 @@ from jfsdp.borders import Row
 from jfsdp.explicit import enter, mesh_at_hand
 from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh
-from jfsdp.unshard import keep_recomputed_gathers
+from jfsdp.remat import keep_recomputed_gathers
 
 __all__ = ["Region", "call", "call_here", "in_per_device_view"]
 

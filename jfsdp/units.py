@@ -63,6 +63,7 @@ class Unit:
             path=placement.path,
             dtype=shard.dtype,
             dims=placement.dims_at_rank(shard.ndim),
+            others=placement.others_at_rank(shard.ndim),
             summed_axes=tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in sharded),
             param_dtype=(policy.param_dtype if floating else None) or shard.dtype,
             reduce_dtype=(policy.reduce_dtype if floating else None) or shard.dtype,
@@ -74,9 +75,9 @@ class Unit:
     def stated(self, placement: Placement, is_root: bool) -> dict[str, tuple[Any, str, float]]:
         """What is stated of a parameter's collectives in one step that trains it, by kind.
 
-        For P elements, F shards, R copies and s bytes an element: an all-gather of (1 + reshard) * P * s_p
-        * (F - 1)/F bytes, a reduce-scatter of P * s_r * (F - 1)/F, an all-reduce of 2 * P/F * s_r *
-        (R - 1)/R.
+        For P elements, split over other axes already, F shards, R copies and s bytes an element: an
+        all-gather of (1 + reshard) * P * s_p * (F - 1)/F bytes, a reduce-scatter of P * s_r * (F - 1)/F, an
+        all-reduce of 2 * P/F * s_r * (R - 1)/R.
 
         Returns:
             For each kind of collective that there is: its axes, its dtype ("" where the user's own collective
@@ -86,7 +87,8 @@ class Unit:
         sharding = {axis for _, axes in how.dims for axis in axes}
         shard_axes = tuple(axis for axis in self.dp.mesh.axis_names if axis in sharding)
         shards, copies = self.dp.size_of(shard_axes), self.dp.size_of(how.summed_axes)
-        size = math.prod(placement.shape)
+        others = [self.dp.size_of(axes) for _, axes in how.others]
+        size = math.prod(placement.shape) // math.prod(others)
         gathered = size * np.dtype(how.param_dtype).itemsize * (shards - 1) / shards
         reduced = size * np.dtype(how.reduce_dtype).itemsize
         param_dtype = np.dtype(how.param_dtype).name if how.all_gather is None else ""

@@ -5,12 +5,9 @@ Its transpose turns the whole local gradient into this device's shard of the red
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,12 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jfsdp.comm import AllGather, Comm, ReduceScatter
-from jfsdp.layout import Dims
+from jfsdp.layout import Dims, to_spec
 
 GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 """Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
 
-__all__ = ["Gathering", "keep_recomputed_gathers", "refuse_gathered", "unshard"]
+__all__ = ["Gathering", "unshard"]
 
 
 _TILE = 128
@@ -38,6 +35,7 @@ class Gathering:
         path: for messages.
         dtype: storage dtype.
         dims: the sharded dimensions of the array at hand and their mesh axes.
+        others: the dimensions that lie on axes which are not data-parallel, and those axes.
         summed_axes: further axes that the gradient is summed over: the replicate axes, and for a
             replicated leaf all data-parallel axes.
         param_dtype: dtype of the gather and of the whole weight.
@@ -55,6 +53,7 @@ class Gathering:
     reduce_dtype: Any
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    others: Dims = ()
     staged: bool = False
 
     def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
@@ -93,6 +92,10 @@ def _unshard_forward(how: Gathering, shard: jax.Array) -> tuple[jax.Array, None]
 
 
 def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (_beside_other_axes(how, _reduce, gradient),)
+
+
+def _reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
     with jax.named_scope(f"{REDUCE}[{how.path}]"):
         gradient = gradient.astype(how.reduce_dtype)
         for dim, axes in reversed(how.dims):
@@ -104,7 +107,7 @@ def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax
                 gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
         if how.summed_axes:
             gradient = jax.lax.psum(gradient, how.summed_axes)
-        return (gradient.astype(how.dtype),)
+        return gradient.astype(how.dtype)
 
 
 _unshard.defvjp(_unshard_forward, _unshard_backward)
@@ -156,6 +159,10 @@ _opaque_gather.defvjp(_no_gradient, _no_gradient)
 
 
 def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
+    return _beside_other_axes(how, _gather_here, shard)
+
+
+def _gather_here(how: Gathering, shard: jax.Array) -> jax.Array:
     with jax.named_scope(f"{GATHER}[{how.path}]"):
         whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
         for dim, axes in how.dims:
@@ -165,6 +172,40 @@ def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
             else:
                 whole = _all_gather_by(how.all_gather, whole, dim, axes, how.path)
         return whole
+
+
+def _beside_other_axes(
+    how: Gathering, function: Callable[[Gathering, jax.Array], jax.Array], array: jax.Array
+) -> jax.Array:
+    """Run `function` on each device's part over the other axes that the parameter lies on.
+
+    XLA keeps no array that a named collective takes or gives split over an axis that is not manual: it would
+    gather the weight over the tensor axes first (T times the bytes, jax 0.10.2 and 0.12.0.1, TPU and GPU).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    found = {
+        dim: tuple(
+            a
+            for a in axes
+            if types.get(a, AxisType.Manual) != AxisType.Manual and mesh.shape[a] > 1
+        )
+        for dim, axes in how.others
+    }
+    names = {axis for axes in found.values() for axis in axes}
+    # On one dimension the two would have to be interleaved.
+    if not names or any(found.get(dim) for dim, _ in how.dims):
+        return function(how, array)
+    spec = to_spec([found.get(dim, ()) for dim in range(array.ndim)])
+    mapped = jax.shard_map(
+        functools.partial(function, how),
+        mesh=mesh,
+        in_specs=(spec,),
+        out_specs=spec,
+        axis_names=names,
+        check_vma=False,
+    )
+    return mapped(array)
 
 
 def _all_gather_by(
@@ -206,64 +247,3 @@ def _checked(comm: Comm, result: Any, output: jax.ShapeDtypeStruct, path: str) -
             "dimension first."
         )
     return result
-
-
-_recomputing: contextvars.ContextVar[bool] = contextvars.ContextVar("recomputing", default=False)
-
-
-@contextlib.contextmanager
-def keep_recomputed_gathers() -> Iterator[None]:
-    """While a backward pass is traced: let `refuse_gathered` save everything.
-
-    A user's remat round a unit runs the unit's forward, gather included, again in the backward
-    pass. That gather serves the gradients too; refusing to save it there would make it three
-    gathers a step instead of two.
-    """
-    token = _recomputing.set(True)
-    try:
-        yield
-    finally:
-        _recomputing.reset(token)
-
-
-_RESHAPES = frozenset(
-    {
-        *("broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "name"),
-        *("optimization_barrier", "reduce_precision", "reshape", "reshard", "rev"),
-        *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
-    }
-)
-
-
-def refuse_gathered(shards: Iterable[Any], wholes: Iterable[Any]) -> Callable[..., bool]:
-    """A `jax.checkpoint` policy that saves everything but gathered weights.
-
-    Refused are the gathers of these shards, and what merely reshapes, transposes, slices or casts an
-    array of a gathered weight's shape and dtype: saving the kernel that `einsum` has transposed would
-    keep the whole weight alive just as well. An activation of the very same shape and dtype costs at
-    most such a reshape or cast again.
-
-    Args:
-        shards: arrays or descriptions of the unit's shards.
-        wholes: descriptions of its gathered weights.
-    """
-    shard_types = {(tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in shards}
-    whole_types = {(tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in wholes}
-
-    def saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-        if _recomputing.get():
-            return True
-        if len(operands) != 1 or not hasattr(operands[0], "dtype"):
-            return primitive.name != "all_gather"
-        operand = (tuple(operands[0].shape), operands[0].dtype)
-        if primitive.name == "custom_vjp_call":
-            return operand not in shard_types
-        if primitive.name in _RESHAPES and operand in whole_types:
-            results = jax.eval_shape(lambda x: primitive.bind(x, **params), operands[0])
-            whole_types.update(
-                (r.shape, r.dtype) for r in jax.tree.leaves(results) if math.prod(r.shape) > 1
-            )
-            return False
-        return True
-
-    return saveable

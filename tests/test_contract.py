@@ -23,7 +23,8 @@ from jfsdp.inspect.collective import itemsize, ring_bytes
 from jfsdp.inspect.contract import minima_of
 from jfsdp.inspect.difference import difference
 from jfsdp.inspect.sizes import parse_bytes
-from jfsdp.inspect.verify import departures, stored_departures
+from jfsdp.inspect.stored import stored_departures
+from jfsdp.inspect.verify import departures
 
 MiB = 2**20
 
@@ -95,10 +96,9 @@ def found(
     *,
     calls: int = 1,
     tolerance: float = 0.01,
-    compiled: bool = False,
 ) -> list[Departure]:
     stated = [promised()] if promises is None else promises
-    return departures(records, stated, calls=calls, tolerance=tolerance, compiled=compiled)
+    return departures(records, stated, calls=calls, tolerance=tolerance)
 
 
 def rules(records: Sequence[Collective], *args: Any, **settings: Any) -> list[str]:
@@ -416,13 +416,13 @@ def test_executions_multiply_bytes() -> None:
     assert rules([gather(executions=2), scatter()]) == [GATHERED]
 
 
-def test_axes_that_are_not_data_parallel_divide_the_bytes_of_a_compiled_program() -> None:
-    promise = promised(other_shards=2)
-    records = [gather(), scatter()]
-    assert found(records, [promise]) == []
-    assert rules(records, [promise], compiled=True) == [GATHERED, REDUCED]
-    halves = [dataclasses.replace(c, bytes_per_device=c.bytes_per_device / 2) for c in records]
-    assert found(halves, [promise], compiled=True) == []
+def test_collectives_over_axes_that_are_not_data_parallel_are_not_looked_at() -> None:
+    """A user's tensor axes."""
+    own = collective("all-reduce", (4096, 4096), "bfloat16", axes=("tensor",), size=2)
+    records = [gather(), scatter(), own]
+    assert found(records) != []
+    stated = {"calls": 1, "tolerance": 0.01, "other_axes": ["tensor"]}
+    assert departures(records, [promised()], **stated) == []
 
 
 def test_permutes_that_move_padding_are_not_counted() -> None:
@@ -588,22 +588,16 @@ def test_a_violation_lists_its_departures_with_their_numbers() -> None:
 
 
 def test_minima_add_up_by_kind_and_leave_out_what_is_not_stated() -> None:
-    assert minima_of([promised("a"), promised("b")], compiled=False) == (
+    assert minima_of([promised("a"), promised("b")]) == (
         Minimum("all-gather", 3.5 * MiB),
         Minimum("reduce-scatter", 7 * MiB),
     )
-    assert minima_of([promised(shape=(0, 1024)), promised(shards=1)], compiled=False) == ()
-    assert [m.kind for m in minima_of([HSDP], compiled=False)] == [
+    assert minima_of([promised(shape=(0, 1024)), promised(shards=1)]) == ()
+    assert [m.kind for m in minima_of([HSDP])] == [
         "all-gather",
         "reduce-scatter",
         "all-reduce",
     ]
-
-
-def test_minima_of_a_compiled_program_are_divided_by_the_other_axes() -> None:
-    promise = promised(other_shards=2)
-    (whole, _), (half, _) = (minima_of([promise], compiled=c) for c in (False, True))
-    assert whole.bytes_per_device == 2 * half.bytes_per_device
 
 
 # --------------------------------------------------------------------------------------------------
@@ -641,6 +635,12 @@ def test_check_passes_calls_and_tolerance_on() -> None:
     assert twice.departures(calls=2) == twice.departures(tolerance=1.1) == []
     twice.check(calls=2)
     twice.check(tolerance=1.1)
+
+
+def test_check_passes_the_axes_on_of_which_nothing_is_stated() -> None:
+    own = collective("all-reduce", (4096, 4096), "bfloat16", ("tensor",), size=2)
+    assert report(gather(), scatter(), own).departures()
+    assert report(gather(), scatter(), own, other_axes=("tensor",)).departures() == []
 
 
 def test_a_program_without_policies_is_refused() -> None:

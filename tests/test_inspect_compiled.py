@@ -173,9 +173,13 @@ def test_a_text_that_is_no_program_is_refused() -> None:
 
 
 def test_a_program_is_let_go_once_it_is_read() -> None:
+    def programs() -> int:
+        gc.collect()
+        return sum(isinstance(each, Module) for each in gc.get_objects())
+
+    before = programs()
     read(f"  ROOT %s = f32[16,32] reduce-scatter-start(%grad), {SCATTER}")
-    gc.collect()
-    assert not [kept for kept in gc.get_objects() if isinstance(kept, Module)]
+    assert programs() == before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -504,6 +508,28 @@ def test_two_gathers_spread_over_fusions_are_two() -> None:
     first, second = chain("", "matmul", ""), chain("", "", ids="1")
     records = read(f"{first[0]}\n{second[0]}", first[1] + second[1])
     assert [(r.instruction, r.overlapped) for r in records] == [("g.0.0", True), ("g.1.0", False)]
+
+
+def test_a_gather_that_goes_on_in_a_loop_is_one_and_overlaps_its_matmuls() -> None:
+    (start, inside, end), parts = (
+        chain("", "matmul", "")[0].splitlines(),
+        chain("", "matmul", "")[1],
+    )
+    loop = f"""
+%body (shard: bf16[16,32]) -> bf16[16,32] {{
+  %shard = bf16[16,32] parameter(0)
+{inside}
+  ROOT %same = bf16[16,32] copy(%shard)
+}}
+%always (s: bf16[16,32]) -> pred[] {{
+  %s = bf16[16,32] parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}"""
+    config = 'backend_config={"known_trip_count":{"n":"5"}}'
+    line = f"bf16[16,32] while(%shard), condition=%always, body=%body, {config}"
+    record = one(f"{start}\n  %loop = {line}\n{end}", parts + loop)
+    assert (record.executions, record.in_loop) == (1, False)
+    assert (record.asynchronous, record.overlapped) == (True, True)
 
 
 def test_a_gather_fused_in_one_piece_does_not_run_beside_anything() -> None:

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
-from jfsdp.plan import human
+from jfsdp.inspect.table import human_bytes
 
 P = PartitionSpec
 
@@ -211,8 +211,8 @@ def test_units_without_a_root_keep_their_paths():
         (1536, "1.5 KiB"),
         (5 * 2**20, "5.0 MiB"),
         (3 * 2**30, "3.0 GiB"),
-        (2**42, "4096.0 GiB"),
+        (2**42, "4.0 TiB"),
     ],
 )
 def test_bytes_are_written_for_people(size, text):
-    assert human(size) == text
+    assert human_bytes(size) == text

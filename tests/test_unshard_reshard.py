@@ -14,7 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
 from jfsdp.comm import DefaultAllGather
-from jfsdp.unshard import Gathering, refuse_gathered, unshard
+from jfsdp.remat import refuse_gathered
+from jfsdp.unshard import Gathering, unshard
 
 P = PartitionSpec
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")

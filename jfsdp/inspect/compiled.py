@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -22,12 +21,10 @@ from . import scopes
 from .collective import KINDS, Collective, nbytes, ring_bytes
 from .groups import along_axes, axes_of_groups, axes_of_pairs, groups_of_text
 from .hlo import Array, Computation, Instruction, Module, parse, trip_count
+from .schedule import Schedule, called_computations
 
 __all__ = ["compiled_collectives"]
 
-_MATMUL_OPCODES: Final = ("dot", "convolution", "ragged-dot")
-# cuBLAS and cuDNN calls, Triton's matmuls, and the Pallas kernels of TPUs.
-_MATMUL_CALLS: Final = re.compile(r"gemm|matmul|cudnn|conv|attention|tpu_custom_call|mosaic", re.I)
 _PASSING: Final = (
     "get-tuple-element",
     "bitcast",
@@ -94,7 +91,11 @@ class _Reader:
     module: Module
     axis_sizes: Mapping[str, int]
     phase_of_rest: str
-    matmuls: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """What runs beside what."""
+        return Schedule(self.module)
 
     def read(
         self, computation: Computation, place: _Place, started: frozenset[str] = frozenset()
@@ -106,20 +107,20 @@ class _Reader:
                 yield from self._loop(at, computation, place, frozenset(chains))
                 continue
             yield from self._records(at, computation, place)
-            for name in self._called(at):
+            for name in called_computations(at):
                 inner = self.module[name]
                 nested = dataclasses.replace(
                     place, op_name=self._nearest_name(at, computation, place)
                 )
                 if at.opcode.endswith("-start"):
-                    beside = self._overlaps(at, computation)
+                    beside = self.schedule.overlaps(at, computation)
                     for record in self.read(inner, nested, frozenset(chains)):
                         yield dataclasses.replace(record, asynchronous=True, overlapped=beside)
                 elif at.opcode != "fusion":
                     yield from self.read(inner, nested, frozenset(chains))
-                elif chain := self._chain(name):
+                elif chain := self.schedule.chain(name):
                     if chain not in chains:
-                        overlapped = chain in self.chains_that_overlap
+                        overlapped = chain in self.schedule.overlapping_chains
                         yield from self._fused(inner, nested, overlapped)
                     chains.add(chain)
                 else:
@@ -145,16 +146,8 @@ class _Reader:
                     record, asynchronous=overlapped is not None, overlapped=bool(overlapped)
                 )
             if at.opcode == "fusion":
-                for name in self._called(at):
+                for name in called_computations(at):
                     yield from self._fused(self.module[name], place, overlapped)
-
-    def _called(self, at: Instruction) -> tuple[str, ...]:
-        opcode = at.opcode.removesuffix("-start")
-        if opcode in ("fusion", "async"):
-            return (at.called("calls"),)
-        if opcode == "call":
-            return (at.called("to_apply"),)
-        return at.branches() if opcode in ("conditional", "custom-call") else ()
 
     # ----------------------------------------------------------------------------------------------
     # One collective
@@ -169,7 +162,7 @@ class _Reader:
         kind = "reduce-scatter" if fused_scatter else kind
         axes, size, groups = self._devices(at, kind)
         start = at.opcode.endswith("-start")
-        overlapped = start and self._overlaps(at, computation)
+        overlapped = start and self.schedule.overlaps(at, computation)
         name = self._nearest_name(at, computation, place)
         written = scopes.written_kind(at.op_name)
         if not written and kind == "collective-permute" and self._after_scatter(at, computation):
@@ -286,49 +279,6 @@ class _Reader:
         before = (i.op_name for name in at.operands[:1] for i in _upstream(name, computation))
         names = (at.op_name, self._reduction_name(at), *before, place.op_name)
         return next((name for name in names if "jit(" in name or scopes.phase(name)), "")
-
-    # ----------------------------------------------------------------------------------------------
-    # What runs beside it
-
-    def _overlaps(self, start: Instruction, computation: Computation) -> bool:
-        """Whether a matmul stands between the start and its done."""
-        running = False
-        for at in computation:
-            if at is start:
-                running = True
-            elif running and at.opcode.endswith("-done") and start.name in at.operands:
-                return False
-            elif running and self._multiplies(at):
-                return True
-        return False
-
-    def _multiplies(self, at: Instruction) -> bool:
-        if at.opcode in _MATMUL_OPCODES:
-            return True
-        if at.opcode == "custom-call":
-            return bool(_MATMUL_CALLS.search(at.attribute(r'custom_call_target="([^"]*)"')))
-        called = (at.called("body"),) if at.opcode == "while" else self._called(at)
-        return any(self._has_matmul(name) for name in called)
-
-    def _has_matmul(self, name: str) -> bool:
-        if name not in self.matmuls:
-            self.matmuls[name] = any(self._multiplies(at) for at in self.module[name])
-        return self.matmuls[name]
-
-    def _chain(self, name: str) -> str:
-        """The chain that a fusion's collective is a part of, or ""."""
-        for at in self.module[name]:
-            if at.opcode in KINDS and (chain := at.attribute(r'chain_id="(\d+)"')):
-                return chain
-        return ""
-
-    @functools.cached_property
-    def chains_that_overlap(self) -> frozenset[str]:
-        """The chains of which one fusion, perhaps in a loop inside, multiplies matrices too."""
-        names = self.module.computations
-        return frozenset(
-            chain for name in names if (chain := self._chain(name)) and self._has_matmul(name)
-        )
 
 
 def _upstream(name: str, computation: Computation, steps: int = 12) -> Iterator[Instruction]:

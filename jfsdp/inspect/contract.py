@@ -38,8 +38,6 @@ class Promise:
         scatter: the reduce-scatter of its gradient over the shard axes; None likewise.
         sum: the all-reduce of its gradient over the replicate axes (for a replicated parameter: all
             data-parallel axes); None if there are none.
-        other_shards: over how many devices axes that are not data-parallel split the parameter. The
-            bytes of the wires are not divided by it, as those of a program before the compiler are not.
         unit: path of the unit that it is gathered with.
         gathers: how often a step gathers it: 2 if it is dropped after the forward.
     """
@@ -50,7 +48,6 @@ class Promise:
     gather: Wire | None
     scatter: Wire | None
     sum: Wire | None
-    other_shards: int = 1
     unit: str = ""
     gathers: int = 1
 
@@ -99,16 +96,14 @@ class PolicyViolation(Exception):
         super().__init__("\n".join([title, *lines]))
 
 
-def minima_of(promises: Sequence[Promise], compiled: bool) -> tuple[Minimum, ...]:
+def minima_of(promises: Sequence[Promise]) -> tuple[Minimum, ...]:
     """The least bytes of each kind of collective, from what is promised of each parameter.
 
     Args:
         promises: one for each parameter.
-        compiled: whether the program is a compiled one, whose arrays are split over all axes.
     """
     least: dict[str, float] = {}
     for promise in promises:
         for kind, wire in promise.wires().items():
-            shards = promise.other_shards if compiled else 1
-            least[kind] = least.get(kind, 0.0) + wire.bytes_per_device / shards
+            least[kind] = least.get(kind, 0.0) + wire.bytes_per_device
     return tuple(Minimum(kind, size) for kind, size in least.items() if size)

@@ -52,6 +52,7 @@ def inspect(
     *args: Any,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     promises: Sequence[Promise] = (),
+    other_axes: Sequence[str] = (),
     arguments: Sequence[Argument] = (),
     minima: tuple[int | None, int | None] = (None, None),
     compile: bool = False,
@@ -64,6 +65,7 @@ def inspect(
         *args: the step's arguments.
         mesh: the mesh that the step runs on.
         promises: what the policies say of each parameter.
+        other_axes: the mesh axes of which they say nothing.
         arguments: what the step's arguments are, for the split of memory.
         minima: the least bytes per device of parameters and of optimizer state; None if not known.
         compile: whether to compile the program and read what the compiler made of it, and its memory.
@@ -87,9 +89,10 @@ def inspect(
     lowered = lower(step, *args, **kwargs)
     report = Report(
         collectives=tuple(collectives(lowered, mesh)),
-        minima=minima_of(promises, compiled=False),
+        minima=minima_of(promises),
         mesh_axes=tuple((str(axis), size) for axis, size in mesh.shape.items()),
         promises=tuple(promises),
+        other_axes=tuple(other_axes),
         constants=constant_bytes(lowered),
     )
     if not compile:
@@ -138,7 +141,6 @@ def compiled_report(
     return dataclasses.replace(
         report,
         collectives=found,
-        minima=minima_of(report.promises, compiled=True),
         target=compiled_for,
         memory=_with_minima(memory, minima),
         lowered=report,

@@ -16,8 +16,9 @@ from .difference import Difference, difference
 from .memory import Memory, memory_table
 from .rows import Minimum, Row, kind_rows, kind_total
 from .sizes import parse_bytes
+from .stored import stored_departures
 from .table import overlap_line, render
-from .verify import departures, stored_departures
+from .verify import departures
 
 __all__ = ["Report"]
 
@@ -36,6 +37,7 @@ class Report:
         jax_version: the version that lowered the program.
         target: the devices, such as "8 x TPU v5 lite"; "" before compilation.
         promises: what the policies say of each parameter.
+        other_axes: the mesh axes of which they say nothing, such as tensor axes.
         memory: bytes per device; None before compilation.
         constants: bytes of arrays that are written into the program.
         lowered: the report of the same step as it was written, if this one is of the compiled program.
@@ -47,6 +49,7 @@ class Report:
     jax_version: str = jax.__version__
     target: str = ""
     promises: tuple[Promise, ...] = ()
+    other_axes: tuple[str, ...] = ()
     memory: Memory | None = None
     constants: int = 0
     lowered: Report | None = None
@@ -116,7 +119,7 @@ class Report:
             self.promises,
             calls=calls,
             tolerance=tolerance,
-            compiled=bool(program.target),
+            other_axes=self.other_axes,
         )
         available = parse_bytes(memory) if memory is not None else None
         return [*found, *stored_departures(self.constants, self.memory, available)]

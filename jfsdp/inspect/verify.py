@@ -8,15 +8,14 @@ from typing import Final
 
 from .collective import Collective, itemsize
 from .contract import Departure, Promise, Wire
-from .memory import Memory
 from .table import human_bytes
 
-__all__ = ["departures", "stored_departures"]
+__all__ = ["LARGE", "SMALL", "departures"]
 
 LARGE: Final = 2**20
 """Bytes from which a collective that no policy speaks of counts. Losses, norms and counters are below."""
 
-_SMALL: Final = 4096.0
+SMALL: Final = 4096.0
 
 
 def departures(
@@ -25,30 +24,33 @@ def departures(
     *,
     calls: int,
     tolerance: float,
-    compiled: bool,
+    other_axes: Iterable[str] = (),
 ) -> list[Departure]:
     """Every point in which a program's collectives are not the promised ones.
 
     A collective belongs to the parameter that its name tells, else to those that have its shape.
-    Collectives of integers and of less than 1 MiB that belong to none are not looked at.
+    Not looked at are collectives of integers, those over axes that are not data-parallel, and those of
+    less than 1 MiB that belong to no parameter.
 
     Args:
         collectives: what the program does.
         promises: one for each parameter.
         calls: how often the step calls the model.
         tolerance: by which fraction bytes may exceed the least ones.
-        compiled: whether the program is a compiled one, whose arrays are split over all axes.
+        other_axes: the mesh axes that are not data-parallel, of which the policies say nothing.
 
     Returns:
         The departures, those of the same kind for parameters of one shape as one.
     """
     book = _Book(promises)
+    others = set(other_axes)
+    collectives = [c for c in collectives if _matters(c) and not (c.axes and others >= set(c.axes))]
     found: list[Departure] = []
     for record in collectives:
-        if _matters(record) and not _moves_padding(record):
+        if not _moves_padding(record):
             found += book.of_one(record)
-    found += _kept(collectives, promises, calls, compiled)
-    found += _totals(collectives, promises, calls, tolerance, compiled)
+    found += _kept(collectives, promises, calls)
+    found += _totals(collectives, promises, calls, tolerance)
     return _merged(found)
 
 
@@ -187,7 +189,7 @@ def _axes_of(wire: Wire | None) -> tuple[str, ...]:
 
 
 def _kept(
-    collectives: Sequence[Collective], promises: Sequence[Promise], calls: int, compiled: bool
+    collectives: Sequence[Collective], promises: Sequence[Promise], calls: int
 ) -> Iterator[Departure]:
     """Weights that should be dropped after the forward, but are not gathered again for the backward.
 
@@ -202,13 +204,10 @@ def _kept(
     for promise in promises:
         if promise.gathers == 2 and promise.gather is not None and len(promise.shapes[-1]) > 1:
             size = calls * promise.gather.bytes_per_device / 2
-            size /= promise.other_shards if compiled else 1
             again[promise.unit] = again.get(promise.unit, 0.0) + size
     wanted = sum(again.values()) - max(again.values(), default=0.0)
     received = sum(
-        c.total_bytes
-        for c in collectives
-        if c.purpose == "all-gather" and c.phase == "backward" and _matters(c)
+        c.total_bytes for c in collectives if c.purpose == "all-gather" and c.phase == "backward"
     )
     if received < wanted / 2:
         yield Departure(
@@ -224,14 +223,12 @@ def _totals(
     promises: Sequence[Promise],
     calls: int,
     tolerance: float,
-    compiled: bool,
 ) -> Iterator[Departure]:
-    matter = [record for record in collectives if _matters(record)]
-    gathering = [record for record in matter if record.purpose == "all-gather"]
+    gathering = [record for record in collectives if record.purpose == "all-gather"]
     # TPUs all-reduce what is small. Permutes that move the padding of a scatter are not counted.
     reducing = [
         record
-        for record in matter
+        for record in collectives
         if record.purpose != "all-gather"
         and (
             record.kind in ("reduce-scatter", "all-reduce")
@@ -243,7 +240,7 @@ def _totals(
         ("reductions", ("reduce-scatter", "all-reduce"), reducing),
     ):
         stated = [
-            (calls * wire.bytes_per_device / (p.other_shards if compiled else 1), wire.dtype)
+            (calls * wire.bytes_per_device, wire.dtype)
             for p in promises
             for kind, wire in p.wires().items()
             if kind in kinds
@@ -253,9 +250,9 @@ def _totals(
         # In a narrower dtype too many elements may still be few bytes.
         elements = sum(size / itemsize(dtype) for size, dtype in stated if dtype)
         moved = sum((r.total_bytes - r.executions * r.padding) / itemsize(r.dtype) for r in records)
-        slack = max(tolerance * wanted, _SMALL)
+        slack = max(tolerance * wanted, SMALL)
         too_many = all(dtype for _, dtype in stated) and moved - elements > max(
-            tolerance * elements, _SMALL
+            tolerance * elements, SMALL
         )
         if received - wanted > slack or too_many:
             ratios = [f"{received / wanted:.3f}x"] if wanted else []
@@ -266,51 +263,6 @@ def _totals(
                 f"at most {human_bytes(wanted)}",
                 f"{human_bytes(received)} ({', '.join(ratios) or 'none are stated'})",
             )
-
-
-def stored_departures(
-    constants: int, memory: Memory | None, available: int | None
-) -> Iterator[Departure]:
-    """Points in which a program holds more memory than the policies state, or than there is.
-
-    Args:
-        constants: bytes of arrays written into the program.
-        memory: what it needs; None if it is not compiled.
-        available: bytes that a device has; None for what `memory` says.
-    """
-    if constants >= LARGE:
-        yield Departure(
-            "",
-            "arrays are arguments of the step",
-            "none in the program itself",
-            f"{human_bytes(constants)} of constants: pass the model as an argument, do not close over it",
-        )
-    if memory is None:
-        return
-    for name, size, least in (
-        ("parameters", memory.parameters, memory.parameters_minimum),
-        ("optimizer state", memory.optimizer, memory.optimizer_minimum),
-    ):
-        if least is not None and size > least * 1.001 + _SMALL:
-            yield Departure(
-                "",
-                f"bytes of the {name}, per device",
-                f"at most {human_bytes(least)}",
-                f"{human_bytes(size)} ({size / max(least, 1):.3f}x)",
-            )
-    state = memory.parameters + memory.optimizer
-    if 0 < memory.aliased < state * 0.999:
-        yield Departure(
-            "",
-            "donated state is updated in place",
-            human_bytes(state),
-            f"{human_bytes(memory.aliased)} reused: a donated array comes out in another layout or dtype",
-        )
-    limit = memory.available if available is None else available
-    if limit is not None and memory.peak > limit:
-        yield Departure(
-            "", "memory, per device", f"at most {human_bytes(limit)}", human_bytes(memory.peak)
-        )
 
 
 def _merged(found: Iterable[Departure]) -> list[Departure]:
