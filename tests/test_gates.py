@@ -52,13 +52,15 @@ class Setup:
         types = (AxisType.Auto,) * len(shape)
         return jax.make_mesh(shape, names, types, devices=topology_or_skip(self.target))
 
-    def model(self, mesh: Any) -> gpt2.GPT2:
+    def model(self, mesh: Any, **settings: Any) -> gpt2.GPT2:
+        settings = {"mp_policy": POLICY, **settings}
+
         def make() -> gpt2.GPT2:
             model = gpt2.GPT2(self.config, rngs=nnx.Rngs(0))
             if self.scan:
-                jfsdp.shard(model.blocks, mesh, mp_policy=POLICY, stacked_axis=0)
-                return jfsdp.shard(model, mesh, mp_policy=POLICY)
-            return jfsdp.shard(model, mesh, mp_policy=POLICY, units="blocks.*")
+                jfsdp.shard(model.blocks, mesh, stacked_axis=0, **settings)
+                return jfsdp.shard(model, mesh, **settings)
+            return jfsdp.shard(model, mesh, units="blocks.*", **settings)
 
         return jfsdp.init(make)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import Block, Scanned, Stack
-from test_gates import POLICY, Setup, gpt2
+from test_gates import POLICY, Setup, gpt2, train_step
 
 import jfsdp
 from jfsdp.inspect import Departure, Report
@@ -259,3 +259,19 @@ def test_plain_jit_that_loses_the_batch_in_a_scanned_loop_is_found(target):
     report = plain_report(Setup(target, hsdp=False, scan=True), gathers=False)
     lost = found_by(report, "all-gathers of no parameter") + found_by(report, "all-reduces of no")
     assert any("in a loop" in d.found and "stay split on the batch" in d.expected for d in lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_on_h100_auto_partitioning_departs_from_the_policies_and_is_found(scan):
+    """jfsdp's own: XLA places the collectives, and reduces in the compute dtype."""
+    setup = Setup("h100:8", hsdp=False, scan=scan)
+    mesh = setup.mesh()
+    policy = jfsdp.MixedPrecisionPolicy(param_dtype=jnp.bfloat16)
+    model = setup.model(mesh, mp_policy=policy, partitioning="auto")
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    report = jfsdp.inspect(train_step, model, optimizer, setup.tokens(mesh), compile=True)
+    reductions = found_by(report, "dtype of the reduce-scatter")
+    assert any("mlp.up.kernel" in d.leaf and "bfloat16[3072,768]" in d.found for d in reductions)
+    assert {d.expected for d in reductions} == {"float32"}
+    assert found_by(report, "bytes of the reductions")
