@@ -425,6 +425,16 @@ def test_collectives_over_axes_that_are_not_data_parallel_are_not_looked_at() ->
     assert departures(records, [promised()], **stated) == []
 
 
+def test_small_vectors_all_reduced_in_a_loop_are_let_pass_and_large_ones_are_found() -> None:
+    """TPUs all-reduce the gradients of norms and biases, without a name, in every layer."""
+    small = collective("all-reduce", (8192,), "float32", executions=80)
+    large = collective("all-reduce", (2**20,), "float32", executions=80)
+    assert small.total_bytes > 2**20
+    foreign = "all-reduces of no parameter"
+    assert foreign not in rules([gather(), scatter(), small])
+    assert foreign in rules([gather(), scatter(), large])
+
+
 def test_permutes_that_move_padding_are_not_counted() -> None:
     padding = collective("collective-permute", (1024, 1024), "float32", written="reduce-scatter")
     assert found([gather(), scatter(), padding]) == []

@@ -216,7 +216,7 @@ def test_collectives_are_by_unit_and_phase_with_bars(compiled: Report) -> None:
 def test_what_the_compiler_made_of_a_collective_is_said(compiled: Report) -> None:
     record = dataclasses.replace(gather("head.bias", 1.0), kind="all-reduce", written="all-gather")
     page = to_html(dataclasses.replace(compiled, collectives=(record,)))
-    assert "all-reduce (of an all-gather)" in Checked(page).text
+    assert "all-reduce (for all-gather)" in Checked(page).text
 
 
 def test_the_schedule_has_the_share_and_a_strip_in_program_order(compiled: Report) -> None:

@@ -89,7 +89,7 @@ def units_section(report: Report) -> str:
     for group in groups:
         first = group[0]
         name = ranged([unit(record) for record in group]) or _UNNAMED
-        kind = f"{first.kind} (of an {first.written})" if first.written else first.kind
+        kind = f"{first.kind} (for {first.written})" if first.written else first.kind
         bar = [(_bytes(group), _COLORS.get(first.purpose, "gray"), "")]
         rows.append(
             (

@@ -122,7 +122,7 @@ class _Book:
                 if self.sum_dtypes and record.dtype not in self.sum_dtypes and large:
                     stated = " or ".join(sorted(self.sum_dtypes))
                     yield Departure("", "dtype of the all-reduce", stated, _described(record))
-            elif large:
+            elif large and not _is_small_vector(record):
                 yield _foreign(record)
             return
         owner = owners[0]
@@ -158,6 +158,11 @@ def _nearest(record: Collective, wires: Iterable[Wire | None]) -> Wire | None:
         key=lambda w: (w.dtype not in ("", record.dtype)) + (not _within(record, w.axes)),
         default=None,
     )
+
+
+def _is_small_vector(record: Collective) -> bool:
+    """Such as the gradient of a norm, which TPUs all-reduce by itself in every layer of a loop."""
+    return len(_core(record.shape)) < 2 and record.bytes_per_device < LARGE
 
 
 def _foreign(record: Collective) -> Departure:
