@@ -11,8 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jfsdp.mesh import AnyMesh
 
-__all__ = ["Dims", "axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
+__all__ = ["TILE", "Dims", "axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
 
+
+TILE = 128
+"""TPUs keep the last dimension of an array in tiles of this width."""
 
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
 """Sharded dimensions and the mesh axes they lie on: ((dim, axes), ...)."""

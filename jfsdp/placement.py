@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.layout import Dims, axes_of_entry, named_sharding, to_spec
+from jfsdp.layout import TILE, Dims, axes_of_entry, named_sharding, to_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 
 __all__ = ["Placement", "place"]
 
-_TILE = 128
 _FAR = 8
 _LARGE = 2**18
 """Elements from which a parameter's shards are kept to whole tiles: 1 MiB in float32."""
@@ -341,7 +340,7 @@ def _cuts_tiles(shape: tuple[int, ...], dp: DataParallelMesh, free: list[int]) -
     """
     last = len(shape) - 1
     others = max((shape[dim] for dim in free if dim != last), default=0)
-    whole = shape[last] // dp.size_of(dp.shard_axes) % _TILE == 0
+    whole = shape[last] // dp.size_of(dp.shard_axes) % TILE == 0
     small = math.prod(shape) < _LARGE or _FAR * others < shape[last]
     return 0 if whole or small else last
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.inspect import Argument, Promise, Wire
+from jfsdp.layout import Dims
 from jfsdp.placement import Placement
 from jfsdp.plan import PlanRow
 from jfsdp.units import Unit, is_array
@@ -31,21 +32,17 @@ def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Pr
     """
     wires = {kind: Wire(*wire) for kind, wire in unit.stated(placement, is_root).items()}
     shape, stacked = placement.shape, placement.stacked_axis
-    own = {axis for _, axes in placement.dims for axis in axes}
-    sharded, others = (
-        dict(placement.dims),
-        [tuple(axis for axis in axes if axis not in own) for axes in placement.entries],
-    )
+
+    def split(whole: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+        axes_of = dict(dims)
+        return tuple(n // unit.dp.size_of(axes_of.get(dim, ())) for dim, n in enumerate(whole))
+
     # Arrays may still be whole over the axes that are left to the compiler.
-    local = tuple(n // unit.dp.size_of(a) for n, a in zip(shape, others, strict=True))
-    parts = [
-        tuple(n // unit.dp.size_of(sharded.get(dim, ())) for dim, n in enumerate(whole))
-        for whole in (shape, local)
-    ]
+    wholes = [shape, split(shape, placement.others_at_rank(len(shape)))]
     return Promise(
         leaf=row.path,
-        shapes=_with_layers([shape, local], stacked),
-        shards=_with_layers(parts, stacked),
+        shapes=_with_layers(wholes, stacked),
+        shards=_with_layers([split(whole, placement.dims) for whole in wholes], stacked),
         gather=wires.get("all-gather"),
         scatter=wires.get("reduce-scatter"),
         sum=wires.get("all-reduce"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jfsdp.comm import AllGather, Comm, ReduceScatter
-from jfsdp.layout import Dims, to_spec
+from jfsdp.layout import TILE, Dims, to_spec
 
 GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 """Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
@@ -23,7 +23,6 @@ GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 __all__ = ["Gathering", "unshard"]
 
 
-_TILE = 128
 _LARGE = 2**17
 
 
@@ -130,14 +129,14 @@ def _psum_scatter(gradient: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.A
 
 
 def _scatter_between_tiles(gradient: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """A reduce-scatter for TPUs, whose arrays lie in tiles `_TILE` wide.
+    """A reduce-scatter for TPUs, whose arrays lie in tiles `TILE` wide.
 
     XLA all-reduces what would be cut inside tiles (the embedding of GPT-2, float32[50257,768], over 4 chips
     of v5e, jax 0.12.0.1). A new leading dimension is in no tile. The barrier keeps XLA from undoing it.
     """
     count = jax.lax.axis_size(axes)
     last = dim == gradient.ndim - 1 > 0
-    if not last or gradient.shape[dim] // count % _TILE == 0 or gradient.size < _LARGE:
+    if not last or gradient.shape[dim] // count % TILE == 0 or gradient.size < _LARGE:
         return _psum_scatter(gradient, dim, axes)
     parts = gradient.reshape(*gradient.shape[:-1], count, -1)
     parts = jax.lax.optimization_barrier(jnp.moveaxis(parts, -2, 0))

@@ -148,7 +148,6 @@ def kept_by(job: Job) -> Kept:
     for row, unit, placement, _ in rows:
         shape = row.shape
         how = unit.gathering(placement, jax.ShapeDtypeStruct(shape, row.dtype))
-        layers = 1 if placement.stacked_axis is None else shape[placement.stacked_axis]
         shards = row.bytes_per_device // np.dtype(row.dtype).itemsize
         leaves.append(
             Leaf(
@@ -158,7 +157,7 @@ def kept_by(job: Job) -> Kept:
                 parameters=row.bytes_per_device,
                 gradients=shards * np.dtype(how.reduce_dtype).itemsize,
                 optimizer=state[row.path],
-                gathered=math.prod(shape) // max(layers, 1) * np.dtype(how.param_dtype).itemsize,
+                gathered=math.prod(shape) // row.layers * np.dtype(how.param_dtype).itemsize,
             )
         )
     return Kept(tuple(leaves), other)

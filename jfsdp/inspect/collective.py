@@ -86,6 +86,11 @@ class Collective:
         return self.written or self.kind
 
     @property
+    def unpadded_bytes(self) -> float:
+        """Of `total_bytes`, those that are no padding."""
+        return self.executions * (self.bytes_per_device - self.padding)
+
+    @property
     def total_bytes(self) -> float:
         """Bytes that one device receives in all executions."""
         return self.executions * self.bytes_per_device

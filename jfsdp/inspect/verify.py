@@ -251,10 +251,10 @@ def _totals(
             if kind in kinds
         ]
         wanted = sum(size for size, _ in stated)
-        received = sum(r.total_bytes - r.executions * r.padding for r in records)
+        received = sum(record.unpadded_bytes for record in records)
         # In a narrower dtype too many elements may still be few bytes.
         elements = sum(size / itemsize(dtype) for size, dtype in stated if dtype)
-        moved = sum((r.total_bytes - r.executions * r.padding) / itemsize(r.dtype) for r in records)
+        moved = sum(record.unpadded_bytes / itemsize(record.dtype) for record in records)
         slack = max(tolerance * wanted, SMALL)
         too_many = all(dtype for _, dtype in stated) and moved - elements > max(
             tolerance * elements, SMALL
