@@ -3,20 +3,21 @@
 from importlib.metadata import version as _version
 
 from jfsdp.api import init as init
-from jfsdp.api import inspect as inspect
-from jfsdp.api import plan as plan
 from jfsdp.api import register_forward_method as register_forward_method
 from jfsdp.api import shard as shard
-from jfsdp.api import shardings as shardings
+from jfsdp.api import unshard as unshard
 from jfsdp.comm import AllGather as AllGather
 from jfsdp.comm import Comm as Comm
 from jfsdp.comm import ReduceScatter as ReduceScatter
 from jfsdp.inspect.contract import PolicyViolation as PolicyViolation
 from jfsdp.inspect.topology import topology as topology
+from jfsdp.layout import shardings as shardings
 from jfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
 from jfsdp.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from jfsdp.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from jfsdp.policies import OffloadPolicy as OffloadPolicy
+from jfsdp.reports import inspect as inspect
+from jfsdp.reports import plan as plan
 
 __version__ = _version("jfsdp")
 
@@ -36,4 +37,5 @@ __all__ = [
     "shard",
     "shardings",
     "topology",
+    "unshard",
 ]

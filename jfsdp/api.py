@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import jax
+from flax import linen as nn
 from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
-from jfsdp import nnx
+from jfsdp import linen, nnx
 from jfsdp.borders import freeze_out_specs, freeze_specs
+from jfsdp.born import born_sharded
 from jfsdp.comm import AllGather, ReduceScatter
-from jfsdp.inspect import Report
-from jfsdp.inspect.read import inspect as read
-from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
+from jfsdp.layout import whole
+from jfsdp.linen_plan import Settings, recording
+from jfsdp.mesh import AnyMesh, DataParallelMeshDims, mesh_known_to_traced_code, resolve_mesh
 from jfsdp.nnx_init import init_module
-from jfsdp.nnx_tree import kind_of_argument, mesh_of, plan_rows
-from jfsdp.plan import Plan
+from jfsdp.nnx_tree import mesh_of
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from jfsdp.promises import arguments, minima, promise
 from jfsdp.units import Unit, validate
 
-__all__ = ["init", "inspect", "plan", "register_forward_method", "shard", "shardings"]
+__all__ = [
+    "init",
+    "register_forward_method",
+    "shard",
+    "unshard",
+]
 
-M = TypeVar("M", bound=flax_nnx.Module)
+M = TypeVar("M", bound=flax_nnx.Module | nn.Module | type[nn.Module])
+S = TypeVar("S")
 
 
 def shard(
@@ -44,19 +49,25 @@ def shard(
     partitioning: str = "manual",
     in_specs: Mapping[str, PartitionSpec] | None = None,
     out_specs: Any = None,
-    state_specs: Mapping[type, PartitionSpec] | None = None,
+    state_specs: Mapping[Any, PartitionSpec] | None = None,
 ) -> M:
-    """Shard a Flax NNX module: every device keeps 1/F of its parameters, gradients and moments.
+    """Shard a Flax module: every device keeps 1/F of its parameters, gradients and moments.
 
-    The parameters below `module` that no earlier (nested) call owns become one unit: gathered together
-    when the module is called, dropped afterwards. Apply it bottom-up, to the repeated blocks first and
-    to the whole model last, or let `units` do that. Then build the optimizer, and train with an
-    ordinary `nnx.jit` or `jax.jit` step; the loss and its gradient are those of the unsharded program.
+    The parameters below `module` that no nested unit owns become one unit: gathered together when the
+    module is called, dropped afterwards. Make the repeated blocks units of their own, by `units` or by
+    calling `shard` on each of them first. Then train with an ordinary step, jitted or per device; the
+    loss and its gradient are those of the unsharded program.
+
+    NNX: the module is changed in place: its class becomes a subclass of itself, its parameters are laid
+    on the mesh in their own dtype, everything else is replicated. Build the optimizer afterwards.
+
+    Linen: a module is returned that is used as the one given: `init`, whose parameters are born sharded,
+    `apply` with any `method=`, `mutable=`, `rngs=`, `bind`, `tabulate`. A class gives a class, for use
+    inside compact parents as with `nn.remat`. What `nn.scan` stacks is gathered layer by layer, by itself.
 
     Args:
-        module: an `nnx.Module` with a `__call__`, concrete, abstract (`nnx.eval_shape`) or traced. It
-            is changed in place: its class becomes a subclass of itself, its parameters are laid on
-            the mesh in their own dtype, everything else is replicated.
+        module: an `nnx.Module` with a `__call__`, concrete, abstract (`nnx.eval_shape`) or traced; or a
+            `linen.Module`, unbound; or a class of such.
         mesh: the device mesh, of Auto or Explicit axes. None: the one in context, else one axis
             "fsdp" over all devices.
         dp_mesh_dims: which axes shard and which replicate. None: a 1-D mesh shards, a 2-D mesh
@@ -70,10 +81,11 @@ def shard(
             largest dimension that divides, ties to the first, never the stacked one; of 2**18 elements or
             more the last one only if its shards are whole tiles of 128, or nothing else will do.
         ignored_params: not in this version.
-        units: which modules inside become units of their own first: a class, a glob over dotted paths
-            ("blocks.*"; "**" for any depth), a predicate `f(path, module)`, or several.
-        stacked_axis: the layer axis of parameters that `nnx.vmap` stacked and `nnx.scan` runs over; it
-            is never sharded, so that each layer is gathered inside the loop.
+        units: which modules inside become units of their own: a class, a glob over dotted paths
+            ("blocks.*"; "**" for any depth), a predicate `f(path, module)`, or several. In Linen they are
+            found when the module is first initialized or applied, by an abstract initialization.
+        stacked_axis: NNX only: the layer axis of parameters that `nnx.vmap` stacked and `nnx.scan` runs
+            over; it is never sharded, so that each layer is gathered inside the loop.
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.
         partitioning: "manual": jfsdp places every collective by name. "auto": sharding constraints in
@@ -82,17 +94,19 @@ def shard(
             arguments that are no batch: {"mask": PartitionSpec()} for a copy on every device.
         out_specs: prefix of the result with data-parallel PartitionSpecs for what is no batch and no
             scalar mean; None where the rule holds. PartitionSpec() is the mean over the devices.
-        state_specs: data-parallel PartitionSpec by Variable type for state that a forward changes and
-            that jfsdp does not know: {nnx.Cache: PartitionSpec("fsdp")}.
+        state_specs: data-parallel PartitionSpecs for state that a forward changes and that jfsdp does not
+            know, by Variable type in NNX ({nnx.Cache: PartitionSpec("fsdp")}), by collection or dotted
+            path in Linen ({"cache": PartitionSpec("fsdp"), "intermediates.scores": PartitionSpec()}).
 
     Returns:
-        `module`.
+        NNX: `module`. Linen: a module, or class, of a subclass under the same name.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: the mesh lacks an axis; the module is a container, or a unit already; `units` matches
-            nothing; a placement does not exist, does not divide or contradicts the parameter's own
-            spec. Nothing is changed then.
+        ValueError: the mesh lacks an axis; the module is a container, a unit already, or part of another
+            module; a placement does not exist, does not divide or contradicts the parameter's own spec;
+            `units` matches nothing. Of NNX nothing is changed then. Linen says the last two at the first
+            `init` or `apply`.
         NotImplementedError: offload, ignored_params, or resharding to some axes only.
 
     Memory: parameters and moments 1/F of the whole per device, but for leaves that do not divide (see
@@ -101,6 +115,10 @@ def shard(
     Communication, per device and step, for P parameters, F shards, R replicas: (1 + reshard) * P *
     (F - 1)/F gathered in `param_dtype`, P * (F - 1)/F reduce-scattered and 2 * P/F * (R - 1)/R
     all-reduced in `reduce_dtype`.
+
+    Called inside your own `jax.shard_map` or `jax.pmap` over all data-parallel axes, a unit takes local
+    shards and does the same collectives there. The gradient that comes out is the sum over the devices of
+    what each differentiates.
 
     Limits of manual partitioning: reverse-mode differentiation only; dimension 0 of every argument is
     taken for the batch (an input without one needs `in_specs`); operations across the batch see one
@@ -112,11 +130,15 @@ def shard(
 
     Example:
         >>> import jax, jfsdp
-        >>> from flax import nnx
-        >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+        >>> from flax import linen, nnx
         >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
         >>> model = jfsdp.shard(model, mesh, units=nnx.Linear)
         >>> model(jax.numpy.ones((4, 8))).shape
+        (4, 8)
+        >>> model = jfsdp.shard(linen.Dense(8), mesh)
+        >>> variables = model.init(jax.random.key(0), jax.numpy.ones((1, 8)))
+        >>> model.apply(variables, jax.numpy.ones((4, 8))).shape
         (4, 8)
     """
     validate(
@@ -129,10 +151,11 @@ def shard(
         partitioning=partitioning,
         stacked_axis=stacked_axis,
     )
-    if not isinstance(module, flax_nnx.Module):
+    linen_kind = isinstance(module, nn.Module) or _is_linen_class(module)
+    if not linen_kind and not isinstance(module, flax_nnx.Module):
         raise TypeError(
-            f"jfsdp.shard takes a flax.nnx.Module, got {_described(module)}. Linen modules are not served "
-            "by this version."
+            "jfsdp.shard takes a module of Flax: a flax.nnx.Module, a flax.linen.Module or a class of such. "
+            f"Got {_described(module)}."
         )
     dp = resolve_mesh(mesh, dp_mesh_dims)
     unit = Unit(
@@ -144,33 +167,49 @@ def shard(
         partitioning=partitioning,
         in_specs=freeze_specs("in_specs", in_specs, str, dp),
         out_specs=freeze_out_specs(out_specs, dp),
-        state_specs=freeze_specs("state_specs", state_specs, type, dp),
+        state_specs=freeze_specs("state_specs", state_specs, str if linen_kind else type, dp),
     )
-    return nnx.shard_module(
-        module,
+    if linen_kind:
+        if stacked_axis is not None:
+            raise ValueError(
+                f"stacked_axis={stacked_axis}: in Linen modules jfsdp finds by itself which axis nn.scan "
+                "stacks the layers along. Leave it out."
+            )
+        return linen.shard_module(module, Settings(unit, _hashable(units), shard_placement_fn))
+    nnx.shard_module(
+        cast(flax_nnx.Module, module),
         unit,
         units=units,
         stacked_axis=stacked_axis,
         shard_placement_fn=shard_placement_fn,
     )
+    return module
 
 
-def init(fn: Callable[[], M], mesh: AnyMesh | None = None, **settings: Any) -> M:
-    """Make a module whose parameters are born sharded, never whole on one device.
+def init(
+    fn: Callable[[], S], mesh: AnyMesh | None = None, *, abstract: bool = False, **settings: Any
+) -> S:
+    """Make a module, or a train state, whose arrays are born sharded, never whole on one device.
 
     Args:
-        fn: makes the module, without arguments. It may call `jfsdp.shard` itself, bottom-up; then
-            give no mesh and no settings.
+        fn: makes the NNX module, without arguments; it may call `jfsdp.shard` itself, bottom-up, and then
+            mesh and settings are left out. Or makes any pytree from parameters of Linen modules that
+            `jfsdp.shard` returned, for example
+            `lambda: TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=tx)`.
         mesh: as in `shard`. Its devices may be those of `jfsdp.topology`, which are not here, or none
             (an AbstractMesh).
+        abstract: True makes `jax.ShapeDtypeStruct`s with their shardings in place of arrays, as a target to
+            restore to or to lower a step with; nothing is allocated.
         **settings: the keyword arguments of `shard`.
 
     Returns:
-        The module, sharded. On a mesh whose devices are not here it is abstract: `jax.ShapeDtypeStruct`s
-        with their shardings in place of arrays, to build the optimizer of and to lower the step with.
+        What `fn` returns. Parameters lie as `shard` puts them; in a train state of Linen also every array
+        whose path ends with a parameter's path and that has its shape (moments). All else is on every
+        device. On a mesh whose devices are not here it is abstract.
 
     Raises:
-        What `shard` raises.
+        TypeError: `fn` makes neither.
+        ValueError: mesh or settings are given for a train state of Linen; or what `shard` raises.
 
     Memory: the initial values are computed by one jitted program in which each device computes its own
     part of every random array. The values are those of the unsharded initialization (to rounding).
@@ -192,7 +231,59 @@ def init(fn: Callable[[], M], mesh: AnyMesh | None = None, **settings: Any) -> M
             else shard(module, mesh, **settings)
         )
 
-    return init_module(fn, apply)
+    with mesh_known_to_traced_code(), recording() as plans:
+        made: Any = flax_nnx.eval_shape(fn)
+    if not plans:
+        if not isinstance(made, flax_nnx.Module):
+            raise TypeError(
+                f"jfsdp.init: the function makes {_described(made)}, which holds neither an nnx.Module nor "
+                "parameters of a Linen module that jfsdp.shard returned. Shard the Linen module first."
+            )
+        return init_module(fn, made, apply, abstract=abstract)
+    if mesh is not None or settings:
+        given = ", ".join(["mesh"] * (mesh is not None) + list(settings))
+        raise ValueError(
+            f"jfsdp.init: {given}: the Linen modules that the function initializes have their settings from "
+            "jfsdp.shard already. Give them there."
+        )
+    described, on = linen.describe_state(made, plans)
+    return described if abstract else born_sharded(fn, described, on)
+
+
+def unshard(tree: S) -> S:
+    """Whole weights, for export or for inference on a small scale.
+
+    Args:
+        tree: parameters or any pytree of arrays; a module of NNX, whose units become plain modules again;
+            a module of Linen that `shard` returned, which has no weights of its own.
+
+    Returns:
+        The same, with every array whole on every device of its mesh, in its own dtype. A module is a copy
+        and of its own class; `tree` stays as it is.
+
+    Raises:
+        ValueError: it is called inside jit on a mesh of Auto axes.
+
+    Memory: the whole of it on every device, or one array at a time:
+    `jax.tree.map(lambda x: numpy.asarray(jfsdp.unshard(x)), params)` keeps it on the host.
+
+    Communication: one all-gather in the storage dtype.
+
+    Reference: PyTorch FSDP2, `FSDPModule.unshard`, which gathers in place for one forward.
+
+    Example:
+        >>> import jax, jfsdp
+        >>> from flax import nnx
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> model = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
+        >>> type(jfsdp.unshard(model)) is nnx.Linear
+        True
+    """
+    if isinstance(tree, flax_nnx.Module):
+        return nnx.unsharded_module(tree)  # pyright: ignore[reportReturnType]
+    if isinstance(tree, linen.FSDPModule):
+        return linen.unsharded_module(tree)  # pyright: ignore[reportReturnType]
+    return whole(tree)
 
 
 def register_forward_method(module: Any, name: str) -> None:
@@ -210,111 +301,13 @@ def register_forward_method(module: Any, name: str) -> None:
     nnx.register_forward_method(module, name)
 
 
-def plan(model: Any) -> Plan:
-    """Say where every parameter lies, what it costs a device, and why it is not sharded.
-
-    Args:
-        model: a module that `shard` was applied to; an abstract one costs no memory.
-
-    Returns:
-        A `Plan`: `print` it for the table, read `rows`, `bytes_per_device`, `replicated`, `warnings`.
-
-    Raises:
-        ValueError: nothing in the model is sharded.
-    """
-    rows = _plan_rows(model)
-    root = rows[0][1]
-    policy = root.mp_policy
-    names = {
-        "compute": policy.param_dtype,
-        "reduce": policy.reduce_dtype,
-        "outputs": policy.output_dtype,
-    }
-    text = ", ".join(f"{name} in {dtype}" for name, dtype in names.items() if dtype is not None)
-    return Plan(tuple(row for row, *_ in rows), root.dp, text)
+def _is_linen_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def inspect(
-    step: Any, *args: Any, compile: bool = False, model: Any = None, **kwargs: Any
-) -> Report:
-    """Say what a step communicates and how much memory it needs, and hold it against the policies.
-
-    `print` the report: kind, axes, dtype, count and bytes that one device receives in one step, beside
-    what the policies state for a step that trains all parameters. `report.check()` raises where the
-    program is anything else. The ratio is a little below 1 where the backward does not need a weight
-    again (a bias, an embedding), so that nothing gathers it twice.
-
-    Args:
-        step: the step function, jitted (`nnx.jit`, `jax.jit`) or plain, or its lowered program.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        compile: False: the program as it is written; it is lowered, not compiled. True: what the
-            compiler made of it, with its memory, for the devices of the mesh, which need not be here (see
-            `jfsdp.topology`). It is not run.
-        model: the sharded model whose policies the step has to keep. None: the one in the arguments. Give
-            it to hold a program of your own, without jfsdp in it, against stated policies.
-        **kwargs: the step's keyword arguments.
-
-    Returns:
-        A `Report`.
-
-    Raises:
-        ValueError: neither the arguments nor `model` hold a sharded module, or `compile=True` with an
-            AbstractMesh.
-
-    Cost: tracing, and with compile=True one compilation; no memory on the devices.
-
-    Example:
-        >>> import jax, jfsdp
-        >>> from flax import nnx
-        >>> mesh = jax.make_mesh((1,), ("fsdp",))
-        >>> model = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
-        >>> report = jfsdp.inspect(lambda model, x: model(x), model, jax.numpy.ones((4, 8)))
-        >>> report.check()
-        >>> report.count("all-gather")
-        0
-    """
-    given = (args, kwargs)
-    rows = _plan_rows(given if model is None else model)
-    dp = rows[0][1].dp
-    named = arguments(given, kind_of_argument)
-    sizes = [(placement, row.bytes_per_device) for row, _, placement, _ in rows]
-    return read(
-        step,
-        *args,
-        mesh=dp.mesh,
-        promises=[promise(row, unit, placement, root) for row, unit, placement, root in rows],
-        other_axes=[axis for axis in dp.mesh.axis_names if axis not in dp.axes],
-        arguments=named,
-        minima=minima(named, sizes),
-        compile=compile,
-        **kwargs,
-    )
-
-
-def shardings(tree: Any) -> Any:
-    """The shardings of a module, optimizer or any pytree of arrays, in the same structure.
-
-    Use it as `in_shardings` or `out_shardings` of `jax.jit`, or as a restore target.
-
-    Args:
-        tree: arrays or abstract arrays that carry a sharding.
-
-    Returns:
-        `tree` with a `jax.sharding.Sharding` in place of every array.
-
-    Raises:
-        TypeError: a leaf has no sharding; its path is named.
-    """
-
-    def sharding(path: Any, leaf: Any) -> Any:
-        if getattr(leaf, "sharding", None) is None:
-            raise TypeError(
-                f"shardings: {jax.tree_util.keystr(path)} ({type(leaf).__name__}) has no sharding. Put it "
-                "on the mesh with jax.device_put, or leave it out."
-            )
-        return leaf.sharding
-
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+def _hashable(units: Any) -> Any:
+    """`units` as part of a Linen module, which is hashed."""
+    return tuple(units) if isinstance(units, list | set) else units
 
 
 def _described(value: Any) -> str:
@@ -323,10 +316,3 @@ def _described(value: Any) -> str:
         if isinstance(value, type)
         else type(value).__name__
     )
-
-
-def _plan_rows(tree: Any) -> list[Any]:
-    rows = plan_rows(tree)
-    if not rows:
-        raise ValueError("nothing here is sharded: apply jfsdp.shard to the model first.")
-    return rows

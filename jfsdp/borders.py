@@ -17,6 +17,7 @@ from jfsdp.units import is_array
 __all__ = [
     "Row",
     "check_spec",
+    "fold_key",
     "freeze_out_specs",
     "freeze_specs",
     "input_specs",
@@ -38,6 +39,15 @@ class Row:
 def is_key(value: Any) -> bool:
     """Whether `value` is a typed PRNG key or an array of them."""
     return is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def fold_key(key: jax.Array, dp: DataParallelMesh) -> jax.Array:
+    """A PRNG key of this device alone, or an array of them; old-style keys have their data last."""
+    index = jax.lax.axis_index(dp.axes)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim if is_key(key) else key.ndim - 1):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
 
 
 def input_specs(
@@ -169,7 +179,10 @@ def freeze_specs(
         raise TypeError(f"{name} must be a dict with a PartitionSpec for each key, got {asked!r}.")
     for key, spec in asked.items():
         if not isinstance(key, key_type):
-            wanted = "argument names" if key_type is str else "Variable types"
+            types = (
+                "Variable types" if key_type is type else "collections, or dotted paths in them,"
+            )
+            wanted = types if name == "state_specs" else "argument names"
             raise TypeError(f"{name} must have {wanted} as keys, got {key!r}.")
         check_spec(f"{name}[{getattr(key, '__name__', repr(key))}]", spec, dp)
     return tuple(asked.items())

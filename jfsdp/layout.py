@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jfsdp.mesh import AnyMesh
+from jfsdp.mesh import AnyMesh, describe_mesh
 
-__all__ = ["TILE", "Dims", "axes_of_entry", "lay", "named_sharding", "spec_of", "to_spec"]
+__all__ = [
+    "TILE",
+    "Dims",
+    "axes_of_entry",
+    "lay",
+    "named_sharding",
+    "one_mesh",
+    "shardings",
+    "spec_of",
+    "to_spec",
+    "whole",
+]
 
 
 TILE = 128
@@ -64,3 +76,115 @@ def to_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)
+
+
+def shardings(tree: Any) -> Any:
+    """The shardings of a train state, module, optimizer or any pytree of arrays, in the same structure.
+
+    Use it as `in_shardings` and `out_shardings` of `jax.jit`, or as a restore target. What lies nowhere
+    yet, such as optax's counts and a step that is a Python number, is given the place where a step returns
+    it, whole on every device of the mesh. Put an ordinary train state there before the first step,
+    `state = jax.device_put(state, jfsdp.shardings(state))`, and the step compiles once: even with
+    `in_shardings` JAX traces arrays that lie on no mesh as another type than those it returns.
+
+    Args:
+        tree: arrays or abstract arrays that carry a sharding, and beside them numbers and uncommitted
+            arrays of one device.
+
+    Returns:
+        `tree` with a `jax.sharding.Sharding` in place of every leaf.
+
+    Raises:
+        TypeError: a leaf has no sharding, and is no number beside arrays on a mesh; its path is named.
+        ValueError: a leaf lies nowhere yet, and the others on two meshes; their paths are named.
+
+    Cost: none; nothing is moved.
+
+    Example:
+        >>> import jax, jfsdp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> sharding = NamedSharding(jax.make_mesh((1,), ("fsdp",)), PartitionSpec("fsdp"))
+        >>> state = {"step": 0, "w": jax.device_put(jax.numpy.ones(8), sharding)}
+        >>> {name: leaf.spec for name, leaf in jfsdp.shardings(state).items()}
+        {'step': P(), 'w': P('fsdp',)}
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    mesh = None
+    if any(_lies_nowhere(leaf) for _, leaf in leaves):
+        mesh = one_mesh("shardings", leaves)
+
+    def sharding(path: Any, leaf: Any) -> Any:
+        if mesh is not None and _lies_nowhere(leaf):
+            return named_sharding(mesh, PartitionSpec(), np.ndim(leaf))
+        if getattr(leaf, "sharding", None) is None:
+            raise TypeError(
+                f"shardings: {jax.tree_util.keystr(path)} ({type(leaf).__name__}) has no sharding. Put it "
+                "on the mesh with jax.device_put, or leave it out."
+            )
+        return leaf.sharding
+
+    return jax.tree.unflatten(treedef, [sharding(path, leaf) for path, leaf in leaves])
+
+
+def whole(tree: Any) -> Any:
+    """Every array of a tree whole on every device of its mesh; what lies on no mesh passes.
+
+    Raises:
+        ValueError: a leaf is traced, and its type does not say on which mesh it lies.
+    """
+
+    def spread(path: Any, leaf: Any) -> Any:
+        traced = isinstance(leaf, Tracer)
+        sharding: Any = jax.typeof(leaf).sharding if traced else getattr(leaf, "sharding", None)
+        if traced and sharding.mesh.empty:
+            raise ValueError(
+                f"unshard: {jax.tree_util.keystr(path)} (shape {leaf.shape}) is traced, and its type does "
+                "not say on which mesh it lies. Call jfsdp.unshard outside of jit."
+            )
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        return lay(leaf, named_sharding(sharding.mesh, PartitionSpec(), leaf.ndim))
+
+    return jax.tree_util.tree_map_with_path(spread, tree)
+
+
+def _lies_nowhere(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array that jax may move because nobody has placed it."""
+    if isinstance(leaf, jax.Array):
+        return not isinstance(leaf, Tracer) and not leaf.committed
+    return isinstance(leaf, bool | int | float | complex | np.generic | np.ndarray) and (
+        np.ndim(leaf) == 0
+    )
+
+
+def one_mesh(who: str, leaves: Iterable[tuple[Any, Any]]) -> AnyMesh | None:
+    """The mesh on which arrays lie, or None if none lies on a mesh.
+
+    Args:
+        who: the caller, for the message.
+        leaves: arrays with their paths, as `jax.tree_util.tree_flatten_with_path` gives them.
+
+    Raises:
+        ValueError: there are two meshes; a path is named for each.
+    """
+    first: tuple[Any, AnyMesh] | None = None
+    for path, leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        first = first or (path, sharding.mesh)
+        if sharding.mesh != first[1]:
+            raise ValueError(
+                f"{who}: {jax.tree_util.keystr(first[0])} lies on the mesh {_full(first[1])}, "
+                f"{jax.tree_util.keystr(path)} on {_full(sharding.mesh)}. Put all on one mesh, or call "
+                f"{who} for each mesh."
+            )
+    return None if first is None else first[1]
+
+
+def _full(mesh: AnyMesh) -> str:
+    """Axes, their types, and the devices: meshes that differ in one of them are two."""
+    types = ", ".join(sorted({kind.name for kind in mesh.axis_types}))
+    abstract = isinstance(mesh, AbstractMesh)
+    devices = "none" if abstract else str([device.id for device in mesh.devices.flat])
+    return f"{describe_mesh(mesh)} ({types} axes, devices: {devices})"

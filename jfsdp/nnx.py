@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.inspect.target import first_device
 from jfsdp.inspect.topology import is_absent
-from jfsdp.layout import lay, named_sharding, spec_of
+from jfsdp.layout import lay, named_sharding, spec_of, whole
 from jfsdp.mesh import DataParallelMesh, describe_mesh
 from jfsdp.nnx_optimizer import watch_optimizers
 from jfsdp.nnx_region import call_unit
@@ -33,7 +33,7 @@ from jfsdp.nnx_tree import (
 from jfsdp.placement import Placement, place
 from jfsdp.units import Unit, is_array, matcher
 
-__all__ = ["register_forward_method", "shard_module"]
+__all__ = ["register_forward_method", "shard_module", "unsharded_module"]
 
 
 def shard_module(
@@ -83,6 +83,20 @@ def register_forward_method(module: nnx.Module, name: str) -> None:
     if not callable(getattr(type(module), name, None)):
         raise ValueError(f"register_forward_method: {class_name(module)} has no method {name!r}.")
     _swap_class(module, (*type(module)._jfsdp_methods, name))
+
+
+def unsharded_module(module: nnx.Module) -> nnx.Module:
+    """A copy of a module as it was before `shard`, its weights whole on every device."""
+    copy: Any = nnx.merge(*nnx.split(module, graph=True))
+    for _, node in list(walk(copy)):
+        if isinstance(node, FSDPModule):
+            object.__setattr__(node, "__class__", type(node).__mro__[1])
+            delattr(node, UNIT)
+        elif isinstance(node, nnx.Variable):
+            if placement_of(node) is not None:
+                node.del_metadata(PLACEMENT)
+            node.set_raw_value(whole(node.get_raw_value()))
+    return copy
 
 
 def _selected(module: nnx.Module, units: Any) -> list[tuple[str, nnx.Module]]:

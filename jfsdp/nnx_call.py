@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jfsdp import nnx_auto as auto
+from jfsdp import auto
 from jfsdp import region as regions
 from jfsdp.borders import RULE, is_spec
 from jfsdp.nnx_tree import class_name, owned, placement_of, walk
@@ -168,8 +168,13 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
                 how = unit.gathering(value.placement, value.array)
                 variable.set_raw_value(unshard(value.array, how))
 
-    types = _gathered_types(call, unit, outermost)
-    return _run(call, unit, prepare, lambda tree: tree, *types)
+    body = run = _body(call, unit, prepare, lambda tree: tree)
+    shards, wholes = _gathered_types(call, unit, outermost)
+    if shards and unit.reshards(is_root=not _inside.get()):
+        run = jax.checkpoint(
+            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
+        )
+    return call.finish(*run(call.leaves))
 
 
 def call_auto(call: Call, unit: Unit) -> Any:
@@ -178,25 +183,22 @@ def call_auto(call: Call, unit: Unit) -> Any:
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
         _refuse_strangers(call.name, module)
         for variable in owned(module).values():
-            if placement_of(variable) is not None:
-                variable.set_raw_value(auto.whole(variable, unit))
+            placement = placement_of(variable)
+            if placement is not None:
+                variable.set_raw_value(auto.whole(variable.get_raw_value(), placement, unit))
 
-    def pin(tree: Any) -> Any:
-        return auto.pin_batch(tree, unit.dp, _is_node)
+    body = _body(call, unit, prepare, lambda tree: auto.pin_batch(tree, unit.dp, _is_node))
+    placed = [(v.get_raw_value(), placement_of(v)) for v in owned(call.objects[0]).values()]
+    parameters = [(value, placement) for value, placement in placed if placement is not None]
+    if any(p.dims for _, p in parameters) and unit.reshards(is_root=not _inside.get()):
+        return call.finish(*auto.call_gathered_again(body, call.leaves, parameters, unit))
+    return call.finish(*body(call.leaves))
 
-    shards, wholes = _gathered_types(call, unit, outermost=True)
-    return _run(call, unit, prepare, pin, shards, [*shards, *wholes])
 
-
-def _run(
-    call: Call,
-    unit: Unit,
-    prepare: Callable[..., None],
-    pin: Callable[[Any], Any],
-    shards: list[Any],
-    wholes: list[Any],
-) -> Any:
-    """Call the forward with casts, and with the gathered weights dropped for the backward if so asked."""
+def _body(
+    call: Call, unit: Unit, prepare: Callable[..., None], pin: Callable[[Any], Any]
+) -> regions.Body:
+    """The forward with casts, as a function of arrays."""
     policy = unit.mp_policy
 
     def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
@@ -214,13 +216,7 @@ def _run(
         arrays, states = call.trace(leaves, prepare, invoke)
         return [x for _, x in arrays], [x for _, x in states]
 
-    if shards and unit.reshards(is_root=not _inside.get()):
-        run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
-        )
-    else:
-        run = body
-    return call.finish(*run(call.leaves))
+    return body
 
 
 def _is_node(value: Any) -> bool:

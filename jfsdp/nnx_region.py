@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jfsdp import region as regions
+from jfsdp.auto import is_auto
 from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
 from jfsdp.explicit import leave
 from jfsdp.mesh import DataParallelMesh
@@ -28,7 +29,7 @@ def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]
     call = Call(module, method, args, kwargs)
     if regions.in_per_device_view(unit.dp, call.name):
         return call_here(call, unit, outermost=not called_by_a_unit())
-    if unit.partitioning == "auto":
+    if is_auto(unit):
         return call_auto(call, unit)
     return call_in_region(call, unit)
 
@@ -162,7 +163,8 @@ def _key(key: Any) -> Any:
 def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
     for kind, spec in unit.state_specs:
         if isinstance(variable, kind):
-            return spec
+            # A scalar has no batch: the position of a decode cache is the same on all devices.
+            return spec if variable.shape else PartitionSpec()
     return None
 
 

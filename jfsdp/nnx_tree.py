@@ -10,7 +10,7 @@ from flax import nnx
 
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.placement import Placement
-from jfsdp.plan import ROOT, PlanRow
+from jfsdp.plan import PlanRow, plan_row
 from jfsdp.promises import Kind
 from jfsdp.units import Unit, is_array
 
@@ -161,27 +161,10 @@ def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement, bool]]:
             if placement is None or id(variable) in seen:
                 continue
             seen.add(id(variable))
-            rows.append(
-                (_row(below, path, placement, unit.dp), unit, placement, unit_path in roots)
-            )
+            row = plan_row(below, path, placement, unit.dp)
+            rows.append((row, unit, placement, unit_path in roots))
     return rows
 
 
 def _is_below(path: str, other: str) -> bool:
     return path != other and (not other or path.startswith(f"{other}."))
-
-
-def _row(unit_path: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
-    return PlanRow(
-        path=f"{unit_path}.{path}" if unit_path else path,
-        unit=unit_path or ROOT,
-        shape=placement.shape,
-        dtype=placement.dtype,
-        spec=placement.spec,
-        bytes=placement.bytes,
-        bytes_per_device=placement.shard_bytes(dp.mesh),
-        reason=placement.reason,
-        layers=1
-        if placement.stacked_axis is None
-        else max(1, placement.shape[placement.stacked_axis]),
-    )

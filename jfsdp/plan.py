@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from jfsdp.inspect.blocks import grouped, pattern, ranged
 from jfsdp.inspect.table import aligned, human_bytes
 from jfsdp.mesh import DataParallelMesh, describe_mesh
+from jfsdp.placement import Placement
 
-__all__ = ["Plan", "PlanRow"]
+__all__ = ["Plan", "PlanRow", "plan_row"]
 
 ROOT = "(root)"
 
@@ -43,6 +44,22 @@ class PlanRow:
     bytes_per_device: int
     reason: str = ""
     layers: int = 1
+
+
+def plan_row(unit: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
+    """The row of a parameter at the dotted `path` below its unit, "" being the outermost unit."""
+    stacked = placement.stacked_axis
+    return PlanRow(
+        path=f"{unit}.{path}" if unit else path,
+        unit=unit or ROOT,
+        shape=placement.shape,
+        dtype=placement.dtype,
+        spec=placement.spec,
+        bytes=placement.bytes,
+        bytes_per_device=placement.shard_bytes(dp.mesh),
+        reason=placement.reason,
+        layers=1 if stacked is None else max(1, placement.shape[stacked]),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jfsdp.api import inspect
 from jfsdp.inspect import Departure, PolicyViolation, Report, topology
+from jfsdp.reports import inspect
 
 __all__ = ["check_step", "topology_or_skip"]
 

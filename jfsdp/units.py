@@ -35,7 +35,8 @@ class Unit:
         partitioning: "manual" or "auto".
         in_specs: the data-parallel specs of arguments that do not split on dimension 0, by name.
         out_specs: the data-parallel specs of results that are not batches, as (treedef, leaves).
-        state_specs: the data-parallel specs of non-parameter state, by Variable type.
+        state_specs: the data-parallel specs of non-parameter state, by Variable type (NNX) or by
+            collection or dotted path (Linen).
 
     A unit is part of its module's structure, which jit hashes: hence tuples instead of dicts.
     """
@@ -48,7 +49,7 @@ class Unit:
     partitioning: str = "manual"
     in_specs: tuple[tuple[str, PartitionSpec], ...] = ()
     out_specs: tuple[Any, tuple[PartitionSpec | str, ...]] | None = None
-    state_specs: tuple[tuple[type, PartitionSpec], ...] = ()
+    state_specs: tuple[tuple[Any, PartitionSpec], ...] = ()
 
     def reshards(self, is_root: bool) -> bool:
         """Whether gathered weights are dropped after the forward and gathered again."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import pathlib
 import re
+from typing import Any
 
 import jax
 
@@ -19,10 +20,17 @@ def fenced(language: str) -> list[str]:
 
 
 def test_the_example_prints_the_tables_of_the_readme():
-    (example,) = fenced("python")
+    nnx_example, linen_example = fenced("python")
     (shown,) = [block for block in fenced("") if block.startswith("parameters on")]
+    names: dict[str, Any] = {}
+    shown = re.sub(r"^jax [\d.]+", f"jax {jax.__version__}", shown, flags=re.MULTILINE)
+    assert output_of(nnx_example, names) == shown
+    assert re.fullmatch(r"loss \d\.\d{3}\n", output_of(linen_example, names))
+
+
+def output_of(example: str, names: dict[str, Any]) -> str:
+    """What the code prints, in and into these names."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(compile(example, "README.md", "exec"), {})
-    shown = re.sub(r"^jax [\d.]+", f"jax {jax.__version__}", shown, flags=re.MULTILINE)
-    assert output.getvalue() == shown
+        exec(compile(example, "README.md", "exec"), names)
+    return output.getvalue()

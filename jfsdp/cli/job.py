@@ -44,7 +44,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jfsdp import api
+from jfsdp import api, reports
 from jfsdp.cli.config import ConfigError, JobConfig, check_sizes, did_you_mean
 from jfsdp.cli.source import check_call, function, load, one_line
 from jfsdp.inspect import Report
@@ -80,7 +80,7 @@ class Job:
 
     def inspect(self, *, compile: bool) -> Report:
         """The report of the step, as `jfsdp.inspect`."""
-        return api.inspect(self.step, self.model, self.optimizer, self.batch, compile=compile)
+        return reports.inspect(self.step, self.model, self.optimizer, self.batch, compile=compile)
 
 
 def build_job(config: JobConfig, target: str | None = None) -> Job:

@@ -1,0 +1,249 @@
+"""Finding the units inside a Linen module, and where its parameters lie.
+
+A Linen module makes its submodules while it runs, so they are found by an abstract initialization: it
+costs a trace and no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import meta
+from jax.sharding import PartitionSpec
+
+from jfsdp.layout import spec_of
+from jfsdp.linen_plan import PARAMS, FSDPModule, ModulePlan, Names, Settings, unboxed
+from jfsdp.placement import Placement, place
+from jfsdp.units import Unit, is_array, matcher
+
+__all__ = ["discover", "is_transformed"]
+
+
+def is_transformed(module: nn.Module) -> bool:
+    """Whether the module's class was made by nn.remat, nn.scan, nn.vmap or another lifted transform.
+
+    Inside of it the module of the user's own class is called, on the same path.
+    """
+    return type(module).__module__ == nn.transforms.__name__
+
+
+def discover(
+    module: Any,
+    initialize: Callable[..., Any],
+    rngs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[ModulePlan, Any]:
+    """Initialize a module abstractly, and find its units and where its parameters lie.
+
+    Args:
+        module: the module that `shard` returned, unbound.
+        initialize: initializes it: takes the other arguments and returns (result, variables).
+        rngs: what `init` takes.
+        args: its arguments.
+        kwargs: likewise.
+
+    Returns:
+        The plan, and what the initialization returns, of `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        ValueError: a selector of `units` matches nothing; a parameter is stacked twice; what `place` raises.
+    """
+    found = _Found(module.jfsdp)
+    flat, treedef = jax.tree.flatten((rngs, args, kwargs))
+
+    def run(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        leaves = [next(given) if is_array(x) else x for x in flat]
+        rngs, args, kwargs = jax.tree.unflatten(treedef, leaves)
+        with nn.intercept_methods(found.note):
+            return initialize(rngs, *args, **kwargs)
+
+    result, variables = jax.eval_shape(run, [x for x in flat if is_array(x)])
+    found.check_selectors(module)
+    plan = found.plan(variables.get(PARAMS, {}), module.jfsdp)
+    is_track = lambda x: isinstance(x, _Track)  # noqa: E731
+    variables = jax.tree.map(lambda x: x.value if is_track(x) else x, variables, is_leaf=is_track)
+    return plan, (result, variables)
+
+
+# Flax tells boxes, and nobody else, which axis nn.scan and nn.vmap stack a parameter along.
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class _Track(meta.AxisMetadata[Any]):
+    """Round a parameter, and round the user's own box, while a module is initialized abstractly."""
+
+    value: Any
+    axes: tuple[int, ...] = ()
+    """The axes along which it was stacked so far, first the innermost."""
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> _Track:
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> _Track:
+        return _Track(meta.add_axis(self.value, index, params), (*self.axes, index))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> _Track:
+        return _Track(meta.remove_axis(self.value, index, params), self.axes[:-1])
+
+    def tree_flatten_with_keys(self) -> Any:
+        return ((jax.tree_util.GetAttrKey("value"), self.value),), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes: Any, children: Any) -> _Track:
+        return cls(children[0], axes)
+
+
+class _Found:
+    """What the interceptor of an abstract initialization writes down."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.selectors = {(): (matcher(settings.units), settings)}
+        self.matched: set[int] = set()
+        self.units: dict[Names, Unit] = {(): settings.unit}
+        self.modules: dict[Names, type] = {}
+        self.claims: dict[Names, tuple[Names, int]] = {}
+        self.selected: set[Names] = set()
+        self.exits: dict[Names, dict[Names, int]] = {}
+
+    def note(self, next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+        """The interceptor: the call, and afterwards a look at the parameters it has made."""
+        module: nn.Module = context.module
+        before = self.selectors
+        if isinstance(module, FSDPModule) and module.path not in self.selectors:
+            inner = {module.path: (matcher(module.jfsdp.units), module.jfsdp)}
+            self.selectors = {**self.selectors, **inner}
+        result = next_fun(*args, **kwargs)
+        if module.scope is not None and context.method_name != "setup":
+            self._look(module)
+        self.selectors = before
+        return result
+
+    def _look(self, module: nn.Module) -> None:
+        path = module.path
+        self.modules.setdefault(path, _own_class(module))
+        unit = self._unit_of(module)
+        if unit is not None:
+            self.units.setdefault(path, unit)
+        assert module.scope is not None
+        for name, value in dict(module.scope.variables().get(PARAMS, {})).items():
+            if not isinstance(value, Mapping | _Track) and module.scope.is_mutable_collection(
+                PARAMS
+            ):
+                module.scope.put_variable(PARAMS, name, _Track(value))
+        for below, track in _tracks(module.scope.variables().get(PARAMS, {})):
+            leaf = (*path, *below)
+            self.exits.setdefault(leaf, {}).setdefault(path, len(track.axes))
+            if path in self.units and not is_transformed(module):
+                self.claims.setdefault(leaf, (path, len(track.axes)))
+
+    def _unit_of(self, module: nn.Module) -> Unit | None:
+        if isinstance(module, FSDPModule):
+            return self.units.get(module.path, module.jfsdp.unit)
+        for selectors, settings in self.selectors.values():
+            for selector, matches in selectors:
+                if is_transformed(module) and not _only_outside(selector, module):
+                    continue
+                if matches(".".join(module.path), module):
+                    self.matched.add(id(selector))
+                    self.selected.add(module.path)
+                    return settings.inner
+        return None
+
+    def check_selectors(self, root: nn.Module) -> None:
+        for selector, _ in self.selectors[()][0]:
+            if id(selector) in self.matched or (
+                callable(selector) and not isinstance(selector, type)
+            ):
+                continue
+            inside = {p: kind for p, kind in self.modules.items() if p}
+            kinds = ", ".join(sorted({kind.__name__ for kind in inside.values()})) or "(none)"
+            paths = ", ".join([".".join(p) for p in inside][:20]) or "(none)"
+            raise ValueError(
+                f"units={selector!r} matches no module inside {_own_class(root).__name__}. It has modules "
+                f"of the classes {kinds}, at the paths {paths}."
+            )
+
+    def plan(self, params: Any, settings: Settings) -> ModulePlan:
+        tracks = dict(_tracks(params))
+        for path, track in tracks.items():
+            self._claim_inside_the_loop(path, track, settings)
+        placements, owners = {}, {}
+        for path, track in tracks.items():
+            owner, known = self.claims[path]
+            placements[path] = self._placement(path, track, track.axes[known:], self.units[owner])
+            owners[path] = owner
+        return ModulePlan(dict(self.units), placements, owners)
+
+    def _claim_inside_the_loop(self, path: Names, track: _Track, settings: Settings) -> None:
+        """Give a stack that no selected unit owns to the module that nn.scan runs: one layer at a time."""
+        owner, known = self.claims[path]
+        inside = {p: n for p, n in self.exits[path].items() if n < known and len(p) > len(owner)}
+        if owner in self.selected or not inside:
+            return
+        body = min(inside, key=lambda p: (-inside[p], len(p)))
+        self.units.setdefault(body, settings.inner)
+        self.claims[path] = (body, inside[body])
+
+    def _placement(
+        self, path: Names, track: _Track, stacked: tuple[int, ...], unit: Unit
+    ) -> Placement:
+        name = ".".join(path)
+        value = unboxed(track.value)
+        if len(stacked) > 1:
+            raise ValueError(
+                f"{name} (shape {tuple(value.shape)}) is stacked by two transforms (nn.scan, nn.vmap) round "
+                "its unit. Make the module that holds the inner one the unit: units=..."
+            )
+        fn = self.settings.shard_placement_fn
+        return place(
+            name,
+            value,
+            unit.dp,
+            own_spec=_own_spec(track.value),
+            stacked_axis=stacked[0] % len(value.shape) if stacked else None,
+            asked=fn(name, value) if fn else None,
+        )
+
+
+def _tracks(tree: Any) -> Iterator[tuple[Names, _Track]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from (((name, *path), leaf) for path, leaf in _tracks(value))
+        elif isinstance(value, _Track):
+            yield (name,), value
+
+
+def _own_class(module: nn.Module) -> type:
+    kind = type(module)
+    while kind.__module__ == nn.transforms.__name__:
+        kind = kind.__mro__[1]
+    return kind
+
+
+def _only_outside(selector: Any, module: nn.Module) -> bool:
+    """Whether a class selects the transformed class itself, not the one that it wraps."""
+    return isinstance(selector, type) and not issubclass(_own_class(module), selector)
+
+
+def _own_spec(box: Any) -> PartitionSpec | None:
+    """The PartitionSpec of the user's annotation: `nn.with_partitioning`, `nn.with_logical_partitioning`.
+
+    Logical names become mesh axes by the first rule that fits; a mesh axis that an earlier dimension has
+    taken is not given twice.
+    """
+    if isinstance(box, nn.LogicallyPartitioned):
+        rules = box.rules or nn.get_logical_axis_rules()
+        spec = nn.spmd.logical_to_mesh_axes(box.names, rules)
+        return PartitionSpec(*(None if e is PartitionSpec.UNCONSTRAINED else e for e in spec or ()))
+    if isinstance(box, nn.Partitioned):
+        return box.get_partition_spec()
+    return spec_of(box) if is_array(box) else None

@@ -1,0 +1,225 @@
+"""What is known of a sharded Linen module: its settings, its units, and where its parameters lie."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax.core import meta
+from jax.sharding import PartitionSpec
+
+from jfsdp.placement import Placement
+from jfsdp.plan import PlanRow, plan_row
+from jfsdp.promises import Kind
+from jfsdp.units import Unit
+
+__all__ = [
+    "PARAMS",
+    "FSDPModule",
+    "ModulePlan",
+    "Names",
+    "Settings",
+    "kind_of_argument",
+    "module_in",
+    "named_leaves",
+    "plan_of",
+    "record",
+    "recording",
+    "state_spec",
+    "unboxed",
+]
+
+PARAMS = "params"
+"""The collection that is sharded."""
+
+Names = tuple[str, ...]
+"""The path of a module or parameter: the names of the modules from the root on."""
+
+
+class FSDPModule:
+    """Mixed into the class of every Linen module that `jfsdp.shard` returned.
+
+    `isinstance(module, FSDPModule)` tells them from plain modules; `isinstance(module, Transformer)`
+    stays true for the module's own class.
+    """
+
+    jfsdp: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of one `shard` call on a Linen module.
+
+    Attributes:
+        unit: the settings of the module itself.
+        units: which modules inside become units of their own, as `jfsdp.shard` takes it.
+        shard_placement_fn: as `jfsdp.shard` takes it.
+        found: plans of earlier calls. A plan depends on the module and its arguments alone.
+    """
+
+    unit: Unit
+    units: Any = ()
+    shard_placement_fn: Callable[[str, Any], int | None] | None = None
+    found: list[ModulePlan] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def keep(self, plan: ModulePlan) -> None:
+        """Remember a plan."""
+        if plan not in self.found:
+            self.found.append(plan)
+
+    @property
+    def inner(self) -> Unit:
+        """The settings of the units that `units` selects."""
+        return dataclasses.replace(
+            self.unit, in_specs=(), out_specs=None
+        )  # those speak of the module
+
+
+@dataclasses.dataclass(frozen=True)
+class ModulePlan:
+    """The units of a module and the placements of its parameters, by path from the outermost scope."""
+
+    units: Mapping[Names, Unit]
+    placements: Mapping[Names, Placement]
+    owners: Mapping[Names, Names]
+
+    def under(self, path: Names) -> ModulePlan:
+        """The plan of a module that is itself at `path`."""
+        if not path:
+            return self
+        return ModulePlan(
+            {(*path, *p): unit for p, unit in self.units.items()},
+            {(*path, *p): placement for p, placement in self.placements.items()},
+            {(*path, *p): (*path, *owner) for p, owner in self.owners.items()},
+        )
+
+    def owned(self, unit: Names) -> dict[Names, Placement]:
+        """The parameters of one unit."""
+        return {path: p for path, p in self.placements.items() if self.owners[path] == unit}
+
+    def covers(self, shapes: Mapping[Names, tuple[int, ...]], whole: bool) -> bool:
+        """Whether every parameter is known, with the shape that it has here."""
+
+        def expected(path: Names) -> tuple[int, ...] | None:
+            if path not in self.placements:
+                return None
+            return self.placements[path].shape if whole else self.local_shape(path)
+
+        return all(expected(path) == shape for path, shape in shapes.items())
+
+    def local_shape(self, path: Names) -> tuple[int, ...]:
+        """Shape of one device's shard of a parameter, in the per-device view over the data-parallel axes."""
+        placement = self.placements[path]
+        axes_of, dp = dict(placement.dims), self.units[self.owners[path]].dp
+        return tuple(n // dp.size_of(axes_of.get(dim, ())) for dim, n in enumerate(placement.shape))
+
+    def rows(self) -> list[tuple[PlanRow, Unit, Placement, bool]]:
+        """For each parameter its row, its unit, where it lies, and whether the unit is the outermost."""
+        root = min(self.units, key=len)
+        rows = []
+        for path, placement in self.placements.items():
+            owner = self.owners[path]
+            unit = self.units[owner]
+            row = plan_row(
+                ".".join(owner[len(root) :]), ".".join(path[len(owner) :]), placement, unit.dp
+            )
+            rows.append((row, unit, placement, owner == root))
+        return rows
+
+
+def unboxed(value: Any) -> Any:
+    """The array in a box of Flax, or the value itself.
+
+    Not by the box's `unbox`, which lays the array by its annotation; it may be one device's part of it.
+    """
+    while isinstance(value, meta.AxisMetadata):
+        (value,) = jax.tree.leaves(value)
+    return value
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
+    """The arrays of nested dicts, boxes opened, with their paths."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from (((name, *path), leaf) for path, leaf in named_leaves(value))
+        else:
+            yield (name,), unboxed(value)
+
+
+def state_spec(path: Names, leaf: Any, unit: Unit) -> PartitionSpec | None:
+    """What `state_specs` says of a variable: by its collection, or by a dotted path that begins with it."""
+    asked = dict(unit.state_specs)
+    for length in range(len(path), 0, -1):
+        spec = asked.get(".".join(path[:length]))
+        if spec is not None:
+            return spec if leaf.ndim else PartitionSpec()
+    return None
+
+
+def module_in(tree: Any) -> FSDPModule | None:
+    """A module that `shard` returned: the tree itself, a leaf of it, or whose `apply` a train state holds."""
+    if isinstance(tree, FSDPModule):
+        return tree
+
+    def module_of(node: Any) -> Any:
+        if isinstance(node, FSDPModule):
+            return node
+        owner = getattr(getattr(node, "apply_fn", None), "__self__", None)
+        return owner if isinstance(owner, FSDPModule) else None
+
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: module_of(node) is not None)
+    return next((found for node in nodes if (found := module_of(node)) is not None), None)
+
+
+def plan_of(module: FSDPModule) -> ModulePlan:
+    """The plan of a module that was initialized, if only abstractly.
+
+    Raises:
+        ValueError: it was not.
+    """
+    found: list[ModulePlan] = module.jfsdp.found
+    if not found:
+        raise ValueError(
+            f"this {type(module).__name__} was not initialized yet: Linen makes parameters when a module is "
+            "called. Initialize it first, for nothing and without memory by\n"
+            "  jax.eval_shape(model.init, jax.random.key(0), example_input)"
+        )
+    return max(found, key=lambda plan: len(plan.placements))
+
+
+def kind_of_argument(node: Any, plan: ModulePlan) -> Kind | None:
+    """What the arrays of a node of a step's arguments are for, as `promises.arguments` asks."""
+    if type(node).__module__.partition(".")[0] == "optax":
+        return "optimizer"
+    if isinstance(node, Mapping):
+        shapes = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in named_leaves(node)}
+        if shapes == {path: placement.shape for path, placement in plan.placements.items()}:
+            return "parameters"
+    return None
+
+
+_recorded: contextvars.ContextVar[list[ModulePlan] | None] = contextvars.ContextVar(
+    "recorded", default=None
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[ModulePlan]]:
+    """The plans of the modules that are initialized inside."""
+    plans: list[ModulePlan] = []
+    token = _recorded.set(plans)
+    try:
+        yield plans
+    finally:
+        _recorded.reset(token)
+
+
+def record(plan: ModulePlan) -> None:
+    """Note that a module of this plan was initialized."""
+    plans = _recorded.get()
+    if plans is not None:
+        plans.append(plan)
