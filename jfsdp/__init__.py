@@ -2,10 +2,10 @@
 
 from importlib.metadata import version as _version
 
-from jfsdp.api import init as init
 from jfsdp.api import register_forward_method as register_forward_method
 from jfsdp.api import shard as shard
-from jfsdp.api import unshard as unshard
+from jfsdp.auto import auto_partitioning as auto_partitioning
+from jfsdp.batch import shard_batch as shard_batch
 from jfsdp.comm import AllGather as AllGather
 from jfsdp.comm import Comm as Comm
 from jfsdp.comm import ReduceScatter as ReduceScatter
@@ -18,6 +18,9 @@ from jfsdp.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from jfsdp.policies import OffloadPolicy as OffloadPolicy
 from jfsdp.reports import inspect as inspect
 from jfsdp.reports import plan as plan
+from jfsdp.states import init as init
+from jfsdp.states import init_optimizer as init_optimizer
+from jfsdp.states import unshard as unshard
 
 __version__ = _version("jfsdp")
 
@@ -30,11 +33,14 @@ __all__ = [
     "OffloadPolicy",
     "PolicyViolation",
     "ReduceScatter",
+    "auto_partitioning",
     "init",
+    "init_optimizer",
     "inspect",
     "plan",
     "register_forward_method",
     "shard",
+    "shard_batch",
     "shardings",
     "topology",
     "unshard",

@@ -11,25 +11,15 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import linen, nnx
 from jfsdp.borders import freeze_out_specs, freeze_specs
-from jfsdp.born import born_sharded
 from jfsdp.comm import AllGather, ReduceScatter
-from jfsdp.layout import whole
-from jfsdp.linen_plan import Settings, recording
-from jfsdp.mesh import AnyMesh, DataParallelMeshDims, mesh_known_to_traced_code, resolve_mesh
-from jfsdp.nnx_init import init_module
-from jfsdp.nnx_tree import mesh_of
+from jfsdp.linen_plan import Settings
+from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.units import Unit, validate
 
-__all__ = [
-    "init",
-    "register_forward_method",
-    "shard",
-    "unshard",
-]
+__all__ = ["described", "register_forward_method", "shard"]
 
 M = TypeVar("M", bound=flax_nnx.Module | nn.Module | type[nn.Module])
-S = TypeVar("S")
 
 
 def shard(
@@ -155,7 +145,7 @@ def shard(
     if not linen_kind and not isinstance(module, flax_nnx.Module):
         raise TypeError(
             "jfsdp.shard takes a module of Flax: a flax.nnx.Module, a flax.linen.Module or a class of such. "
-            f"Got {_described(module)}."
+            f"Got {described(module)}."
         )
     dp = resolve_mesh(mesh, dp_mesh_dims)
     unit = Unit(
@@ -186,106 +176,6 @@ def shard(
     return module
 
 
-def init(
-    fn: Callable[[], S], mesh: AnyMesh | None = None, *, abstract: bool = False, **settings: Any
-) -> S:
-    """Make a module, or a train state, whose arrays are born sharded, never whole on one device.
-
-    Args:
-        fn: makes the NNX module, without arguments; it may call `jfsdp.shard` itself, bottom-up, and then
-            mesh and settings are left out. Or makes any pytree from parameters of Linen modules that
-            `jfsdp.shard` returned, for example
-            `lambda: TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=tx)`.
-        mesh: as in `shard`. Its devices may be those of `jfsdp.topology`, which are not here, or none
-            (an AbstractMesh).
-        abstract: True makes `jax.ShapeDtypeStruct`s with their shardings in place of arrays, as a target to
-            restore to or to lower a step with; nothing is allocated.
-        **settings: the keyword arguments of `shard`.
-
-    Returns:
-        What `fn` returns. Parameters lie as `shard` puts them; in a train state of Linen also every array
-        whose path ends with a parameter's path and that has its shape (moments). All else is on every
-        device. On a mesh whose devices are not here it is abstract.
-
-    Raises:
-        TypeError: `fn` makes neither.
-        ValueError: mesh or settings are given for a train state of Linen; or what `shard` raises.
-
-    Memory: the initial values are computed by one jitted program in which each device computes its own
-    part of every random array. The values are those of the unsharded initialization (to rounding).
-
-    Example:
-        >>> import jax, jfsdp
-        >>> from flax import nnx
-        >>> mesh = jax.make_mesh((1,), ("fsdp",))
-        >>> model = jfsdp.init(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
-        >>> model.kernel.shape
-        (8, 8)
-    """
-
-    def apply(module: Any) -> Any:
-        has_units = mesh_of(module) is not None
-        return (
-            module
-            if has_units and mesh is None and not settings
-            else shard(module, mesh, **settings)
-        )
-
-    with mesh_known_to_traced_code(), recording() as plans:
-        made: Any = flax_nnx.eval_shape(fn)
-    if not plans:
-        if not isinstance(made, flax_nnx.Module):
-            raise TypeError(
-                f"jfsdp.init: the function makes {_described(made)}, which holds neither an nnx.Module nor "
-                "parameters of a Linen module that jfsdp.shard returned. Shard the Linen module first."
-            )
-        return init_module(fn, made, apply, abstract=abstract)
-    if mesh is not None or settings:
-        given = ", ".join(["mesh"] * (mesh is not None) + list(settings))
-        raise ValueError(
-            f"jfsdp.init: {given}: the Linen modules that the function initializes have their settings from "
-            "jfsdp.shard already. Give them there."
-        )
-    described, on = linen.describe_state(made, plans)
-    return described if abstract else born_sharded(fn, described, on)
-
-
-def unshard(tree: S) -> S:
-    """Whole weights, for export or for inference on a small scale.
-
-    Args:
-        tree: parameters or any pytree of arrays; a module of NNX, whose units become plain modules again;
-            a module of Linen that `shard` returned, which has no weights of its own.
-
-    Returns:
-        The same, with every array whole on every device of its mesh, in its own dtype. A module is a copy
-        and of its own class; `tree` stays as it is.
-
-    Raises:
-        ValueError: it is called inside jit on a mesh of Auto axes.
-
-    Memory: the whole of it on every device, or one array at a time:
-    `jax.tree.map(lambda x: numpy.asarray(jfsdp.unshard(x)), params)` keeps it on the host.
-
-    Communication: one all-gather in the storage dtype.
-
-    Reference: PyTorch FSDP2, `FSDPModule.unshard`, which gathers in place for one forward.
-
-    Example:
-        >>> import jax, jfsdp
-        >>> from flax import nnx
-        >>> mesh = jax.make_mesh((1,), ("fsdp",))
-        >>> model = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
-        >>> type(jfsdp.unshard(model)) is nnx.Linear
-        True
-    """
-    if isinstance(tree, flax_nnx.Module):
-        return nnx.unsharded_module(tree)  # pyright: ignore[reportReturnType]
-    if isinstance(tree, linen.FSDPModule):
-        return linen.unsharded_module(tree)  # pyright: ignore[reportReturnType]
-    return whole(tree)
-
-
 def register_forward_method(module: Any, name: str) -> None:
     """Make another method than `__call__` gather the unit's parameters.
 
@@ -310,7 +200,8 @@ def _hashable(units: Any) -> Any:
     return tuple(units) if isinstance(units, list | set) else units
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What a value is, for messages."""
     return (
         f"the class {value.__name__}: make an instance"
         if isinstance(value, type)

@@ -1,7 +1,7 @@
 """Auto partitioning: a unit's casts and sharding constraints in the global view, no region.
 
-XLA places the collectives and may choose others. What it chooses for a training step of GPT-2 or of an MLP
-(TPU v5e and H100, jax 0.10.2 and 0.12.0.1, compiled with no device present) is said at `whole`.
+XLA places the collectives and may choose others. What it chose for a training step of GPT-2 and of an MLP
+(TPU v5e:2x4 and 8 x H100, jax 0.10.2 and 0.12.0.1, compiled with no device present) is said at `whole`.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ def whole(value: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     """A parameter cast to the compute dtype, laid whole over the data-parallel axes.
 
     The constraint on the cast shards, before the one that gathers, keeps the gather in `param_dtype`;
-    without it H100 gathers embeddings in the storage dtype. The gradient is constrained to be sharded, not
-    first to be whole: then XLA reduce-scatters over the shard axes and all-reduces the shards over the
-    replicate axes, where it would else all-reduce every whole gradient over all devices (HSDP: 1.9 to 3
-    times the elements). It reduces in the dtype that the gradient has, which is `param_dtype`.
+    without it H100 gathers embeddings in the storage dtype. The gradient is constrained to lie in shards,
+    not first to be whole. XLA then reduce-scatters over the shard axes and all-reduces shards over the
+    replicate axes, each element once, where it else all-reduces whole gradients over all devices: for
+    GPT-2's two first layers and embedding 88 in place of 218 MiB on 8 x H100, 120 in place of 306 MiB with
+    two replicas, the same within 15 % on v5e. It reduces in the dtype in which it computed the gradient:
+    `param_dtype` after a matmul.
 
     Args:
         value: the parameter in storage dtype, or a layer's slice of a stack.

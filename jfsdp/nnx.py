@@ -87,7 +87,7 @@ def register_forward_method(module: nnx.Module, name: str) -> None:
 
 def unsharded_module(module: nnx.Module) -> nnx.Module:
     """A copy of a module as it was before `shard`, its weights whole on every device."""
-    copy: Any = nnx.merge(*nnx.split(module, graph=True))
+    copy: Any = nnx.clone(module, graph=True)
     for _, node in list(walk(copy)):
         if isinstance(node, FSDPModule):
             object.__setattr__(node, "__class__", type(node).__mro__[1])

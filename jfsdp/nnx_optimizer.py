@@ -39,18 +39,7 @@ def init_module_optimizer(
     wrt: Any = nnx.Param,
     shard_over: str | Sequence[str] | None = None,
 ) -> nnx.Optimizer:
-    """`nnx.Optimizer(model, tx, wrt=wrt)`, with its state over more axes if `shard_over` names some.
-
-    Args:
-        tx: an optax optimizer.
-        model: a module that `jfsdp.shard` was applied to, concrete, abstract or traced.
-        wrt: which Variables it trains, as for `nnx.Optimizer`.
-        shard_over: as for `jfsdp.optimizer.init_optimizer`.
-
-    Raises:
-        ValueError: nothing in the model is sharded; or as `jfsdp.optimizer.init_optimizer`.
-        TypeError: `shard_over` is no name and no sequence of names.
-    """
+    """`nnx.Optimizer(model, tx, wrt=wrt)`, over more axes if asked: see `jfsdp.init_optimizer`."""
     mesh = mesh_of(model)
     if mesh is None:
         raise ValueError(

@@ -35,47 +35,7 @@ Parameter = tuple[tuple[str, ...], tuple[int, ...], PartitionSpec]
 
 
 def init_optimizer(tx: Any, params: Any, *, shard_over: str | Sequence[str] | None = None) -> Any:
-    """Make the state of an optax optimizer, each array born where it belongs.
-
-    An array of the state whose path ends with a parameter's path and that has its shape lies as the
-    parameter; so does a history of such arrays, stacked in front. All else is whole on every device:
-    counts, keys, factored moments, and the one vector that `optax.flatten` makes of all parameters.
-
-    Args:
-        tx: an `optax.GradientTransformation`, or whatever else has an `init` like it.
-        params: arrays on one mesh, in any pytree: a dict of Linen, boxed or not, an `nnx.State`,
-            `optax.LookaheadParams`. Of `jax.ShapeDtypeStruct`s with shardings the state is made of
-            such too, and nothing is allocated.
-        shard_over: mesh axes that the arrays which lie as a parameter are sharded over in addition:
-            ("replica",) with HSDP for a state over all devices, the one axis of a mesh of copies for
-            ZeRO-1. On the dimension that is sharded already if it divides, else on the largest other one
-            that does; what cannot be stays as its parameter. None: nothing more.
-
-    Returns:
-        What `tx.init(params)` returns. Give `jfsdp.shardings` of params and state to the step as
-        `out_shardings`, and they stay where they are.
-
-    Raises:
-        ValueError: a parameter lies on no mesh, or two lie on different ones; `shard_over` names no
-            axis, one that the mesh lacks or none larger than 1, or no array of the state can be sharded
-            over them; the call is inside jit and the mesh's axes are not all Explicit.
-        TypeError: a parameter is no array, or `shard_over` no names.
-
-    Memory: that of the state, a part of it on each device, and never a whole array on one of them.
-    Communication: none here. In the step `shard_over` costs an all-gather of the updated parameters
-    over these axes.
-
-    Reference: Rajbhandari et al., ZeRO (2020), stage 1.
-
-    Example:
-        >>> import jax, optax
-        >>> from jax.sharding import NamedSharding, PartitionSpec
-        >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-        >>> state = init_optimizer(optax.adam(1e-3), {"w": jax.device_put(jax.numpy.ones(8), sharding)})
-        >>> state[0].mu["w"].sharding.spec, state[0].count.sharding.spec
-        (P('fsdp',), P())
-    """
+    """The state of an optax optimizer for a pytree of parameters: see `jfsdp.init_optimizer`."""
     leaves = _checked_leaves(params)
     if any(isinstance(leaf, Tracer) for leaf in leaves.values()):
         mesh, specs = _typed(leaves)

@@ -30,7 +30,15 @@ def test_examples_of_the_module_run(name):
     assert not failures, "".join(failures)
 
 
-@pytest.mark.parametrize("name", ["shard", "init", "MixedPrecisionPolicy", "DataParallelMeshDims"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DataParallelMeshDims",
+        "MixedPrecisionPolicy",
+        *("auto_partitioning", "init", "init_optimizer", "inspect"),
+        *("shard", "shard_batch", "shardings", "unshard"),
+    ],
+)
 def test_main_names_have_an_example_that_runs(name):
     assert doctest.DocTestFinder(recurse=False).find(getattr(jfsdp, name))[0].examples
 
