@@ -52,7 +52,7 @@ def auto_partitioning() -> Iterator[None]:
         >>> import jax, jfsdp
         >>> from flax import nnx
         >>> model = jfsdp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jax.make_mesh((1,), ("fsdp",)))
-        >>> with auto_partitioning():
+        >>> with jfsdp.auto_partitioning():
         ...     model(jax.numpy.ones((3, 8))).shape
         (3, 8)
     """

@@ -26,6 +26,7 @@ from jfsdp.explicit import enter, mesh_at_hand
 from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.remat import keep_recomputed_gathers
+from jfsdp.varying import varying_axes, varying_over
 
 __all__ = ["Region", "call", "call_here", "in_per_device_view"]
 
@@ -265,12 +266,17 @@ class _Tape:
         for types, known, row in zip(self._types, self.present, present, strict=True):
             values = iter(row)
             cotangents.append([
-                None if t is None else next(values) if is_known else jnp.zeros(t.shape, t.dtype)
+                None if t is None else next(values) if is_known else _zeros(t)
                 for t, is_known in zip(types, known, strict=True)
             ])  # fmt: skip
         with keep_recomputed_gathers():
             (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
         return gradients
+
+
+def _zeros(kind: Any) -> jax.Array:
+    """Zeros of an array's type."""
+    return varying_over(jnp.zeros(kind.shape, kind.dtype), varying_axes(kind))
 
 
 def _is_floating(value: Any) -> bool:

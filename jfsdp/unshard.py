@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 from jfsdp.comm import AllGather, Comm, ReduceScatter
 from jfsdp.layout import TILE, Dims, to_spec
+from jfsdp.varying import is_tracked, varying_over
 
 GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 """Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
@@ -158,7 +159,10 @@ _opaque_gather.defvjp(_no_gradient, _no_gradient)
 
 
 def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
-    return _beside_other_axes(how, _gather_here, shard)
+    whole = _beside_other_axes(how, _gather_here, shard)
+    # In a shard_map of the user's with check_vma=True, its default, jax sums the gradient of what is typed
+    # as the same on all devices. The sum in `_reduce` would be the second one.
+    return varying_over(whole, filter(is_tracked, how.summed_axes))
 
 
 def _gather_here(how: Gathering, shard: jax.Array) -> jax.Array:
