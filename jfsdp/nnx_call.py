@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jfsdp import auto
 from jfsdp import region as regions
-from jfsdp.borders import RULE, is_spec
+from jfsdp.calls import Result
 from jfsdp.nnx_tree import class_name, owned, placement_of, walk
 from jfsdp.remat import refuse_gathered
-from jfsdp.units import Shard, Unit, cast_floating, is_array
+from jfsdp.units import Shard, Unit, cast_floating
 from jfsdp.unshard import unshard
 
 __all__ = ["Call", "call_auto", "call_here", "called_by_a_unit"]
@@ -63,16 +62,14 @@ class Call:
         result = invoke(*objects)
         self._check_structure(before, structure, objects)
 
-        flat, self._result = jax.tree_util.tree_flatten_with_path(result)
-        self._constants = [_ARRAY if is_array(x) else x for _, x in flat]
+        self.result = Result(result)
         changed = {
             path: v
             for path, v in before.items()
             if v.get_raw_value() is not values[path] and not _leaves_as_it_came(v)
         }
         self._changed = {p: jax.tree.structure(v.get_raw_value()) for p, v in changed.items()}
-        arrays = [(jax.tree_util.keystr(path), x) for path, x in flat if is_array(x)]
-        return arrays, [
+        return self.result.arrays, [
             (v, x) for v in changed.values() for x in jax.tree.leaves(v.get_raw_value())
         ]
 
@@ -82,26 +79,7 @@ class Call:
         for path, treedef in self._changed.items():
             value = jax.tree.unflatten(treedef, itertools.islice(remaining, treedef.num_leaves))
             variables[path].set_raw_value(value)
-        values = iter(arrays)
-        leaves = [next(values) if x is _ARRAY else x for x in self._constants]
-        return jax.tree.unflatten(self._result, leaves)
-
-    def spread_over_result(self, out_specs: Any) -> list[PartitionSpec | None]:
-        """The spec that `out_specs`, a prefix of the result, has for each array of it."""
-        result = jax.tree.unflatten(self._result, self._constants)
-        treedef, leaves = out_specs or (jax.tree.structure(0), (RULE,))
-        prefix = jax.tree.unflatten(treedef, leaves)
-        try:
-            specs = jax.tree.leaves(
-                jax.tree.broadcast(prefix, result, is_leaf=is_spec), is_leaf=is_spec
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{self.name}: out_specs={prefix!r} is no prefix of the result, whose structure is "
-                f"{self._result}."
-            ) from error
-        both = zip(specs, self._constants, strict=True)
-        return [None if spec is RULE else spec for spec, x in both if x is _ARRAY]
+        return self.result.rebuild(arrays)
 
     def _check_structure(self, before: dict[str, Any], structure: Any, objects: Any) -> None:
         if nnx.graphdef(objects, graph=True) == structure:
@@ -121,9 +99,6 @@ class Call:
             "State that a forward changes must exist before the call, as an nnx.Variable whose value it "
             "replaces: create it in __init__, or return it (for sown values: out_specs)."
         )
-
-
-_ARRAY = object()
 
 
 def _described(path: str, variable: nnx.Variable) -> str:

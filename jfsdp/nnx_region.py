@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import region as regions
 from jfsdp.auto import is_auto
-from jfsdp.borders import Row, input_specs, is_key, output_rows, row_of_output
+from jfsdp.borders import Row, fold_key, input_specs, is_key, output_rows, row_of_output
+from jfsdp.calls import argument_names, check_argument_names, key_name
 from jfsdp.explicit import leave
-from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import Call, call_auto, call_here, called_by_a_unit
 from jfsdp.nnx_tree import check_axes, placement_of, unit_of, walk
 from jfsdp.units import Unit
@@ -38,7 +37,10 @@ def call_in_region(call: Call, unit: Unit) -> Any:
     """Open the region over the data-parallel axes and call the unit inside."""
     dp = unit.dp
     check_axes(call.objects[0], dp)
-    _check_argument_names(call, unit)
+    methods = [
+        getattr(type(call.objects[0]), name) for name in type(call.objects[0])._jfsdp_methods
+    ]
+    check_argument_names(call.name, methods, call.objects[2], unit.in_specs)
     specs, reduced, keys, local_batch = _leaf_specs(call, unit)
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
@@ -66,9 +68,9 @@ def call_in_region(call: Call, unit: Unit) -> Any:
             raise
 
     def body(leaves: Sequence[jax.Array]) -> regions.Rows:
-        folded = [_fold(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
+        folded = [fold_key(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
         arrays, states = call.trace(folded, prepare, invoke)
-        wanted = call.spread_over_result(unit.out_specs)
+        wanted = call.result.spread(call.name, unit.out_specs)
         kinds = [
             row_of_output(call.name, name, x, local_batch, dp, spec)
             for (name, x), spec in zip(arrays, wanted, strict=True)
@@ -98,11 +100,11 @@ def _leaf_specs(
     items, _ = jax.tree_util.tree_flatten_with_path(
         call.state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    names = _argument_names(call)
+    names = argument_names(call.method, len(call.objects[1]))
     inputs = {
         index: (_argument_path(names, path), leaf)
         for index, (path, leaf) in enumerate(items)
-        if not isinstance(leaf, nnx.Variable) and _key(path[0]) != 0
+        if not isinstance(leaf, nnx.Variable) and key_name(path[0]) != 0
     }
     given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, dict(unit.in_specs))
     spec_of_input = dict(zip(inputs, given, strict=True))
@@ -125,39 +127,10 @@ def _leaf_specs(
     return specs, reduced, keys, local_batch
 
 
-def _check_argument_names(call: Call, unit: Unit) -> None:
-    module, _, kwargs = call.objects
-    methods = [getattr(type(module), name) for name in type(module)._jfsdp_methods]
-    parameters = [p for m in methods for p in list(inspect.signature(m).parameters.values())[1:]]
-    names = {p.name for p in parameters} | set(kwargs)
-    open_ended = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
-    for key, spec in unit.in_specs:
-        if key.partition(".")[0] not in names and not open_ended:
-            raise ValueError(
-                f"{call.name}: in_specs[{key!r}] = {spec} names no argument. Its arguments: "
-                f"{', '.join(sorted(names)) or '(none)'}."
-            )
-
-
-def _argument_names(call: Call) -> list[str]:
-    """Names of the positional arguments, in order."""
-    args = call.objects[1]
-    try:
-        parameters = list(inspect.signature(call.method).parameters.values())[1:]
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*names, *(f"args[{i}]" for i in range(len(names), len(args)))]
-
-
 def _argument_path(names: list[str], path: tuple) -> str:
-    where, *rest = (_key(key) for key in path)
+    where, *rest = (key_name(key) for key in path)
     first = names[rest[0]] if where == 1 else rest[0]
     return ".".join(map(str, (first, *rest[1:])))
-
-
-def _key(key: Any) -> Any:
-    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
 def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
@@ -171,7 +144,7 @@ def _state_spec(variable: nnx.Variable, unit: Unit) -> PartitionSpec | None:
 def _spec_of_state(call: Call, path: tuple, variable: nnx.Variable, unit: Unit) -> PartitionSpec:
     asked = _state_spec(variable, unit)
     if asked is None and isinstance(variable, nnx.Cache) and variable.shape:
-        name = ".".join(str(_key(key)) for key in path[1:])
+        name = ".".join(str(key_name(key)) for key in path[1:])
         raise ValueError(
             f"{call.name}: {name} (shape {tuple(variable.shape)}) is a decode cache, with one row for "
             "each element of the batch. Say how it lies with "
@@ -179,14 +152,6 @@ def _spec_of_state(call: Call, path: tuple, variable: nnx.Variable, unit: Unit) 
             f'{", ".join(map(repr, unit.dp.batch_spec))})}}), or use partitioning="auto".'
         )
     return asked or PartitionSpec()
-
-
-def _fold(key: jax.Array, dp: DataParallelMesh) -> jax.Array:
-    index = jax.lax.axis_index(dp.axes)
-    fold = jax.random.fold_in
-    for _ in range(key.ndim if is_key(key) else key.ndim - 1):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, index)
 
 
 def _row_of_state(call: Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
