@@ -79,7 +79,8 @@ def shard(
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.
         partitioning: "manual": jfsdp places every collective by name. "auto": sharding constraints in
-            the global view, XLA places the collectives and nothing is promised about their dtype.
+            the global view, XLA places the collectives; refuses reduce_dtype, all_gather and reduce_scatter.
+            `jfsdp.auto_partitioning()` is auto for a while, for generation and odd batches.
         in_specs: data-parallel PartitionSpec by argument name, or dotted path into an argument, for
             arguments that are no batch: {"mask": PartitionSpec()} for a copy on every device.
         out_specs: prefix of the result with data-parallel PartitionSpecs for what is no batch and no

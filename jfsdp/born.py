@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jfsdp.inspect.topology import is_absent
 from jfsdp.layout import lay, named_sharding
@@ -41,20 +42,43 @@ def born_sharded(
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         return function(*args, **kwargs)
 
-    made = program(call, abstract, mesh)([x for x in flat if is_array(x)])
+    arrays = [x for x in flat if is_array(x)]
+    with _auto_axes(mesh):
+        made = program(call, abstract, mesh)([_untyped(x, mesh) for x in arrays])
     leaves, structure = jax.tree.flatten(abstract)
-    arrays = [
+    laid = [
         x if leaf.sharding is None else lay(x, leaf.sharding)
         for x, leaf in zip(made, leaves, strict=True)
     ]
-    return jax.tree.unflatten(structure, arrays)
+    return jax.tree.unflatten(structure, laid)
+
+
+@contextlib.contextmanager
+def _auto_axes(mesh: Mesh) -> Iterator[None]:
+    """Explicit axes that are set, as Auto ones: the program is traced with these."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        yield
+        return
+    with jax.set_mesh(_auto_twin(mesh)):
+        yield
+
+
+def _untyped(array: Any, mesh: Mesh) -> Any:
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    return jax.device_put(array, named_sharding(_auto_twin(mesh), sharding.spec, array.ndim))
+
+
+def _auto_twin(mesh: AnyMesh) -> Any:
+    return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
 
 
 def program(function: Callable[..., Any], abstract: Any, mesh: AnyMesh) -> Any:
     """The jitted function that returns the leaves of what `function` returns."""
     # On an Explicit mesh a random array is replicated unless told otherwise; on an Auto one XLA computes
     # each device's part of it only.
-    auto = with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
+    auto = _auto_twin(mesh)
     shardings = [
         None if leaf.sharding is None else named_sharding(auto, leaf.sharding.spec, leaf.ndim)
         for leaf in jax.tree.leaves(abstract)

@@ -11,8 +11,9 @@ from typing import Any
 from flax import linen as nn
 
 from jfsdp.linen_call import call_module
-from jfsdp.linen_init import describe_state, initialize
+from jfsdp.linen_init import describe_state, initialize, without_output
 from jfsdp.linen_plan import FSDPModule, Settings
+from jfsdp.units import matcher
 
 __all__ = ["describe_state", "shard_module", "unsharded_module"]
 
@@ -22,6 +23,7 @@ def shard_module(module: Any, settings: Settings) -> Any:
 
     Raises: see `jfsdp.shard`.
     """
+    matcher(settings.units)  # refuses what selects nothing it could
     if isinstance(module, type):
         _refuse_twice(module, module.__name__)
         return _unit_class(module, settings)
@@ -34,9 +36,7 @@ def shard_module(module: Any, settings: Settings) -> Any:
             f"units={name}."
         )
     fields = (f for f in dataclasses.fields(module) if f.init and f.name != "parent")
-    attributes = {f.name: getattr(module, f.name) for f in fields}
-    made: Any = _unit_class(type(module), None)
-    return made(**attributes, jfsdp=settings)
+    return _unit_class(type(module), settings)(**{f.name: getattr(module, f.name) for f in fields})
 
 
 def _refuse_twice(kind: type, name: str) -> None:
@@ -51,9 +51,10 @@ def _refuse_twice(kind: type, name: str) -> None:
 
 
 @functools.cache
-def _unit_class(original: type[nn.Module], settings: Settings | None) -> Any:
+def _unit_class(original: type[nn.Module], settings: Settings) -> Any:
     """A subclass under the same name, which Flax names parameters by, whose methods are called as units'."""
-    field = dataclasses.field(default=settings, repr=False, kw_only=True)
+    # No argument of its `__init__`: nn.remat and its like hand all of these to the class that they wrap.
+    field = dataclasses.field(default=settings, repr=False, init=False)
     body: dict[str, Any] = {
         name: _unit_method(getattr(original, name)) for name in _methods(original)
     }
@@ -138,12 +139,15 @@ class _Initialized:
         return initialize(self, run, rngs, args, kwargs)
 
     def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not by way of `init_with_output`: what it returns besides would be computed.
-        return self.init_with_output(rngs, *args, **kwargs)[1]
+        with without_output():
+            return self.init_with_output(rngs, *args, **kwargs)[1]
+
+    def __reduce__(self: Any) -> Any:  # the class was made here, and can be found nowhere
+        return shard_module, (unsharded_module(self), self.jfsdp)
 
 
 def unsharded_module(module: Any) -> nn.Module:
     """A module as it was before `shard`."""
     original: Any = type(module).__mro__[_ORIGINAL]
-    fields = (f for f in dataclasses.fields(module) if f.init and f.name not in ("parent", "jfsdp"))
+    fields = (f for f in dataclasses.fields(module) if f.init and f.name != "parent")
     return original(**{f.name: getattr(module, f.name) for f in fields})

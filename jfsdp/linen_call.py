@@ -23,7 +23,7 @@ from jfsdp.linen_lift import LiftedCall
 from jfsdp.linen_plan import PARAMS, ModulePlan, Names, Settings, named_leaves
 from jfsdp.linen_region import call_in_region
 from jfsdp.linen_unit import call_auto, call_here
-from jfsdp.units import Unit
+from jfsdp.units import Absent, Shard, Unit
 
 __all__ = ["call_module"]
 
@@ -86,8 +86,11 @@ def call_module(module: Any, function: Callable[..., Any], args: tuple, kwargs: 
 def _call_units_inside(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
     module: nn.Module = context.module
     frame = _frame.get()
-    if frame is None or module.scope is None or context.method_name == "setup":
+    if frame is None or module.scope is None:
         return next_fun(*args, **kwargs)
+    if context.method_name == "setup":
+        with _absent_shards(module.scope):
+            return next_fun(*args, **kwargs)
     unit = frame.plan.units.get(module.path)
     if unit is not None and module.path not in frame.active and not is_transformed(module):
         function = context.orig_method.func
@@ -102,18 +105,41 @@ def _call_units_inside(next_fun: Callable, args: tuple, kwargs: dict, context: A
     return next_fun(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def _absent_shards(scope: Any) -> Iterator[None]:
+    """Let a module set itself up before its unit is called, as Flax does.
+
+    It compares the shapes of the parameters with those that it would make: of shards it must see nothing.
+    What it sets up this way is done anew when the unit is called, with whole weights.
+    """
+
+    def absent(value: Any) -> Any:
+        return Absent(value.placement) if isinstance(value, Shard) else value
+
+    present = scope.variables().get(PARAMS)
+    if present is None:
+        yield
+        return
+    held = scope._variables[PARAMS]
+    scope._variables[PARAMS] = jax.tree.map(absent, held, is_leaf=lambda x: isinstance(x, Shard))
+    try:
+        yield
+    finally:
+        scope._variables[PARAMS] = held
+
+
 def _plan_of(module: Any, function: Callable, args: tuple, kwargs: dict) -> ModulePlan:
     settings: Settings = module.jfsdp
     whole = not regions.in_per_device_view(settings.unit.dp, _name(module, function))
     present = module.scope.variables().get(PARAMS, {})
     shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(present)}
-    for plan in settings.found:
+    for plan in settings.plans_of(module):
         if plan.covers(shapes, whole):
             return plan.under(module.path)
     alone = module.clone(parent=None, name=None)
     initialize = nn.init_with_output(function, alone)
     plan, _ = discover(alone, initialize, jax.random.key(0), args, kwargs)
-    settings.keep(plan)
+    settings.keep(module, plan)
     _check_shapes(_name(module, function), plan, shapes, whole)
     return plan.under(module.path)
 
@@ -197,7 +223,6 @@ def _lifted(
 ) -> Callable[..., Any]:
     """`core`, a function of scopes, called as a unit."""
     name, is_root = _name(module, function), not frame.active
-    owned = frame.plan.owned(module.path)
     per_device = regions.in_per_device_view(unit.dp, name)
     by_xla = is_auto(unit)
     inside = dataclasses.replace(frame, active=frame.active | {module.path})
@@ -218,9 +243,11 @@ def _lifted(
             functions = (within, scope_fn, repack)
             call = LiftedCall(name, scopes, frame.plan, functions, (variables, rngs, args, kwargs))
             if per_device:
-                return call.finish(*call_here(call, call.leaves, unit, owned, is_root))
+                return call.finish(
+                    *call_here(call, call.leaves, unit, frame.plan, module.path, is_root)
+                )
             if by_xla:
-                return call.finish(*call_auto(call, unit, owned, is_root))
+                return call.finish(*call_auto(call, unit, frame.plan.owned(module.path), is_root))
             check_argument_names(name, [function], kwargs, unit.in_specs)
             return call_in_region(call, unit, frame.plan, module.path, function, inside.statistics)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import PartitionSpec
@@ -63,12 +64,21 @@ def discover(
         with nn.intercept_methods(found.note):
             return initialize(rngs, *args, **kwargs)
 
-    result, variables = jax.eval_shape(run, [x for x in flat if is_array(x)])
+    described = [_described(x) for x in flat if is_array(x)]
+    result, variables = jax.eval_shape(run, described)
     found.check_selectors(module)
     plan = found.plan(variables.get(PARAMS, {}), module.jfsdp)
     is_track = lambda x: isinstance(x, _Track)  # noqa: E731
     variables = jax.tree.map(lambda x: x.value if is_track(x) else x, variables, is_leaf=is_track)
     return plan, (result, variables)
+
+
+def _described(array: Any) -> jax.ShapeDtypeStruct:
+    # Without its sharding: on Explicit axes it would be the type of what is computed from it.
+    weak, dtype = bool(getattr(array, "weak_type", False)), array.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # numpy's int64 is jax's int32
+    return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=weak)
 
 
 # Flax tells boxes, and nobody else, which axis nn.scan and nn.vmap stack a parameter along.
@@ -93,12 +103,35 @@ class _Track(meta.AxisMetadata[Any]):
     def remove_axis(self, index: int, params: dict[Any, Any]) -> _Track:
         return _Track(meta.remove_axis(self.value, index, params), self.axes[:-1])
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(unboxed(self), name)
+
+    def __jax_array__(self) -> Any:
+        return unboxed(self)
+
     def tree_flatten_with_keys(self) -> Any:
         return ((jax.tree_util.GetAttrKey("value"), self.value),), self.axes
 
     @classmethod
     def tree_unflatten(cls, axes: Any, children: Any) -> _Track:
         return cls(children[0], axes)
+
+
+def _as_the_array(name: str) -> Callable[..., Any]:
+    def method(self: _Track, *args: Any) -> Any:
+        return getattr(unboxed(self), name)(*args)
+
+    return method
+
+
+# Modules may read parameters of others as arrays while this is round them.
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
+    *("pow", "rpow", "neg", "pos", "abs", "getitem", "len", "iter", "lt", "le", "gt", "ge"),
+):
+    setattr(_Track, f"__{_name}__", _as_the_array(f"__{_name}__"))
 
 
 class _Found:
@@ -113,6 +146,7 @@ class _Found:
         self.claims: dict[Names, tuple[Names, int]] = {}
         self.selected: set[Names] = set()
         self.exits: dict[Names, dict[Names, int]] = {}
+        self.walked = 0
 
     def note(self, next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         """The interceptor: the call, and afterwards a look at the parameters it has made."""
@@ -121,7 +155,10 @@ class _Found:
         if isinstance(module, FSDPModule) and module.path not in self.selectors:
             inner = {module.path: (matcher(module.jfsdp.units), module.jfsdp)}
             self.selectors = {**self.selectors, **inner}
+        walks = isinstance(module, nn.WeightNorm | nn.SpectralNorm)
+        self.walked += walks  # these name what they find by its path, boxes included
         result = next_fun(*args, **kwargs)
+        self.walked -= walks
         if module.scope is not None and context.method_name != "setup":
             self._look(module)
         self.selectors = before
@@ -134,16 +171,16 @@ class _Found:
         if unit is not None:
             self.units.setdefault(path, unit)
         assert module.scope is not None
-        for name, value in dict(module.scope.variables().get(PARAMS, {})).items():
-            if not isinstance(value, Mapping | _Track) and module.scope.is_mutable_collection(
-                PARAMS
-            ):
-                module.scope.put_variable(PARAMS, name, _Track(value))
-        for below, track in _tracks(module.scope.variables().get(PARAMS, {})):
-            leaf = (*path, *below)
-            self.exits.setdefault(leaf, {}).setdefault(path, len(track.axes))
+        params = dict(module.scope.variables().get(PARAMS, {}))
+        if module.scope.is_mutable_collection(PARAMS) and not self.walked:
+            for name, value in params.items():
+                if any(not isinstance(leaf, _Track) for _, leaf in _leaves({name: value})):
+                    module.scope.put_variable(PARAMS, name, _tracked(value))
+        for below, leaf in _leaves(module.scope.variables().get(PARAMS, {})):
+            full, stacked = (*path, *below), len(_axes(leaf))
+            self.exits.setdefault(full, {}).setdefault(path, stacked)
             if path in self.units and not is_transformed(module):
-                self.claims.setdefault(leaf, (path, len(track.axes)))
+                self.claims.setdefault(full, (path, stacked))
 
     def _unit_of(self, module: nn.Module) -> Unit | None:
         if isinstance(module, FSDPModule):
@@ -173,9 +210,10 @@ class _Found:
             )
 
     def plan(self, params: Any, settings: Settings) -> ModulePlan:
-        tracks = dict(_tracks(params))
+        tracks = {path: _tracked(leaf) for path, leaf in _leaves(params)}
         for path, track in tracks.items():
-            self._claim_inside_the_loop(path, track, settings)
+            self.claims.setdefault(path, ((), len(track.axes)))
+            self._claim_inside_the_loop(path, settings)
         placements, owners = {}, {}
         for path, track in tracks.items():
             owner, known = self.claims[path]
@@ -183,10 +221,11 @@ class _Found:
             owners[path] = owner
         return ModulePlan(dict(self.units), placements, owners)
 
-    def _claim_inside_the_loop(self, path: Names, track: _Track, settings: Settings) -> None:
+    def _claim_inside_the_loop(self, path: Names, settings: Settings) -> None:
         """Give a stack that no selected unit owns to the module that nn.scan runs: one layer at a time."""
         owner, known = self.claims[path]
-        inside = {p: n for p, n in self.exits[path].items() if n < known and len(p) > len(owner)}
+        exits = self.exits.get(path, {})
+        inside = {p: n for p, n in exits.items() if n < known and len(p) > len(owner)}
         if owner in self.selected or not inside:
             return
         body = min(inside, key=lambda p: (-inside[p], len(p)))
@@ -214,12 +253,23 @@ class _Found:
         )
 
 
-def _tracks(tree: Any) -> Iterator[tuple[Names, _Track]]:
+def _leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
+    """The parameters of nested dicts with their paths, in whatever boxes they are."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from (((name, *path), leaf) for path, leaf in _tracks(value))
-        elif isinstance(value, _Track):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(value))
+        else:
             yield (name,), value
+
+
+def _tracked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _tracked(inner) for name, inner in value.items()}
+    return value if isinstance(value, _Track) else _Track(value)
+
+
+def _axes(leaf: Any) -> tuple[int, ...]:
+    return leaf.axes if isinstance(leaf, _Track) else ()
 
 
 def _own_class(module: nn.Module) -> type:

@@ -21,7 +21,13 @@ from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.optimizer import shardings_like
 from jfsdp.units import Unit
 
-__all__ = ["describe_state", "initialize", "initialize_inside"]
+__all__ = [
+    "describe_state",
+    "initialize",
+    "initialize_inside",
+    "taking_care",
+    "without_output",
+]
 
 _taken_care_of: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "taken_care_of", default=False
@@ -29,13 +35,28 @@ _taken_care_of: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def _taking_care() -> Iterator[None]:
-    """While this lasts, the modules inside leave their parameters to the one outside."""
+def taking_care() -> Iterator[None]:
+    """While this lasts, modules leave where their parameters lie to who makes them."""
     token = _taken_care_of.set(True)
     try:
         yield
     finally:
         _taken_care_of.reset(token)
+
+
+_output_unused: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "output_unused", default=False
+)
+
+
+@contextlib.contextmanager
+def without_output() -> Iterator[None]:
+    """While this lasts, `initialize` does not compute what the module returns."""
+    token = _output_unused.set(True)
+    try:
+        yield
+    finally:
+        _output_unused.reset(token)
 
 
 def initialize(
@@ -55,9 +76,11 @@ def initialize(
         jit; in the per-device view this device's shards, cut from whole ones.
     """
     unit: Unit = module.jfsdp.unit
-    with _taking_care():
+    if _taken_care_of.get():
+        return run(rngs, *args, **kwargs)
+    with taking_care():
         plan, (output, variables) = discover(module, run, rngs, args, kwargs)
-        module.jfsdp.keep(plan)
+        module.jfsdp.keep(module, plan)
         record(plan)
         if regions.in_per_device_view(unit.dp, f"{type(module).__name__}.init"):
             output, variables = run(rngs, *args, **kwargs)
@@ -66,6 +89,14 @@ def initialize(
             output, variables = run(rngs, *args, **kwargs)
             return output, jax.tree.map(lay, variables, _shardings(variables, plan, unit))
         described = jax.tree.map(lay, variables, _shardings(variables, plan, unit))
+        if _output_unused.get():
+
+            def only_variables(*args: Any, **kwargs: Any) -> Any:
+                return None, run(*args, **kwargs)[1]
+
+            return born_sharded(
+                only_variables, (None, described), unit.dp.mesh, rngs, *args, **kwargs
+            )
         return born_sharded(run, (output, described), unit.dp.mesh, rngs, *args, **kwargs)
 
 
@@ -78,13 +109,13 @@ def initialize_inside(module: Any, function: Callable[..., Any], args: tuple, kw
     if _taken_care_of.get():
         return function(module, *args, **kwargs)
     unit: Unit = module.jfsdp.unit
-    with _taking_care():
+    with taking_care():
         alone = module.clone(parent=None, name=None)
         plan, _ = discover(
             alone, nn.init_with_output(function, alone), jax.random.key(0), args, kwargs
         )
         result = function(module, *args, **kwargs)
-    module.jfsdp.keep(plan)
+    module.jfsdp.keep(module, plan)
     record(plan.under(module.path))
     variables = {PARAMS: dict(module.scope.variables().get(PARAMS, {}))}
     if regions.in_per_device_view(unit.dp, f"{type(module).__name__}.init"):

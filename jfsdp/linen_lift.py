@@ -10,7 +10,7 @@ from flax.core import freeze, meta
 
 from jfsdp.calls import Result, argument_names, key_name
 from jfsdp.linen_plan import ModulePlan, Names, unboxed
-from jfsdp.units import is_array
+from jfsdp.units import Shard, is_array
 
 __all__ = ["Arrays", "LiftedCall"]
 
@@ -24,6 +24,7 @@ class LiftedCall:
     Attributes:
         leaves: the arrays.
         places: where each stands in (variables, keys, args, kwargs).
+        hidden: whether a unit outside has hidden it: the shard of a unit that is not being called.
         result: after `run`, what the call returned.
         written_paths: after `run`, the collections and paths of the variables that it wrote.
     """
@@ -43,12 +44,13 @@ class LiftedCall:
         ]
         tree = ((tuple(known), others), *rest)
         self._boxes = _boxes(others)
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(
-            jax.tree.map(unboxed, tree, is_leaf=_is_box)
-        )
+        held, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_holds_an_array)
+        flat = [(path, _array(x)) for path, x in held]
         self._constants = [_ARRAY if is_array(x) else x for _, x in flat]
         self.leaves = [x for _, x in flat if is_array(x)]
         self.places = [path for path, x in flat if is_array(x)]
+        arrays = zip(held, flat, strict=True)
+        self.hidden = [isinstance(x, Shard) for (_, x), (_, array) in arrays if is_array(array)]
         self._names: list[str] | None = None
         self._positional = len(tree[2])
 
@@ -135,6 +137,14 @@ def _outermost(scopes: list[Any]) -> list[Any]:
         return False
 
     return [scope for scope in unique if not inside_another(scope)]
+
+
+def _holds_an_array(value: Any) -> bool:
+    return _is_box(value) or isinstance(value, Shard)
+
+
+def _array(value: Any) -> Any:
+    return value.array if isinstance(value, Shard) else unboxed(value)
 
 
 def _is_box(value: Any) -> bool:

@@ -58,18 +58,25 @@ class Settings:
         unit: the settings of the module itself.
         units: which modules inside become units of their own, as `jfsdp.shard` takes it.
         shard_placement_fn: as `jfsdp.shard` takes it.
-        found: plans of earlier calls. A plan depends on the module and its arguments alone.
+        found: plans of earlier calls, each with the attributes of the module that it is of.
     """
 
     unit: Unit
     units: Any = ()
     shard_placement_fn: Callable[[str, Any], int | None] | None = None
-    found: list[ModulePlan] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    found: list[tuple[dict[str, Any], ModulePlan]] = dataclasses.field(
+        default_factory=list, compare=False, repr=False
+    )
 
-    def keep(self, plan: ModulePlan) -> None:
-        """Remember a plan."""
-        if plan not in self.found:
-            self.found.append(plan)
+    def keep(self, module: Any, plan: ModulePlan) -> None:
+        """Remember the plan of a module that has these settings."""
+        if plan not in self.plans_of(module):
+            self.found.append((_attributes(module), plan))
+
+    def plans_of(self, module: Any) -> list[ModulePlan]:
+        """The plans of earlier calls of this module, or one like it."""
+        own = _attributes(module)
+        return [plan for attributes, plan in self.found if attributes == own]
 
     @property
     def inner(self) -> Unit:
@@ -77,6 +84,11 @@ class Settings:
         return dataclasses.replace(
             self.unit, in_specs=(), out_specs=None
         )  # those speak of the module
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(module) if f.init]
+    return {name: getattr(module, name) for name in names if name not in ("parent", "name")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +193,7 @@ def plan_of(module: FSDPModule) -> ModulePlan:
     Raises:
         ValueError: it was not.
     """
-    found: list[ModulePlan] = module.jfsdp.found
+    found: list[ModulePlan] = module.jfsdp.plans_of(module)
     if not found:
         raise ValueError(
             f"this {type(module).__name__} was not initialized yet: Linen makes parameters when a module is "

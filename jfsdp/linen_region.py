@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jfsdp import region as regions
@@ -42,13 +43,12 @@ def call_in_region(
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
-    owned = plan.owned(path)
     order: list[tuple[int, int]] = []
     count: list[int] = []
 
     def body(leaves: Sequence[jax.Array]) -> regions.Rows:
         values = [fold_key(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
-        arrays, written = call_here(call, values, unit, owned, is_root=True)
+        arrays, written = call_here(call, values, unit, plan, path, is_root=True)
         wanted = call.result.spread(call.name, unit.out_specs)
         kinds = [
             row_of_output(call.name, name, x, local_batch, dp, spec)
@@ -113,12 +113,17 @@ def _spec_of_state(call: LiftedCall, path: Names, leaf: Any, unit: Unit) -> Part
             f'jfsdp.shard(..., state_specs={{"cache": PartitionSpec('
             f"{', '.join(map(repr, unit.dp.batch_spec))})}}), or call it under jfsdp.auto_partitioning()."
         )
-    if asked is not None and len(asked) > leaf.ndim:
+    if asked is not None:
+        _check_entries(call, path, leaf, asked)
+    return asked or PartitionSpec()
+
+
+def _check_entries(call: LiftedCall, path: Names, array: Any, asked: PartitionSpec) -> None:
+    if len(asked) > array.ndim:
         raise ValueError(
             f"{call.name}: state_specs has {asked} for {'.'.join(path)}, whose shape is "
-            f"{tuple(leaf.shape)}: more entries than dimensions."
+            f"{tuple(array.shape)}: more entries than dimensions."
         )
-    return asked or PartitionSpec()
 
 
 def _row_of_state(
@@ -131,7 +136,9 @@ def _row_of_state(
 ) -> Row:
     asked = state_spec(path, array, unit)
     if asked is not None:
-        return Row(asked)
+        _check_entries(call, path, array, asked)
+        floating = jnp.issubdtype(array.dtype, jnp.inexact)
+        return Row(asked, mean=floating and asked != unit.dp.batch_spec)
     if path[0] == "batch_stats":
         return Row(PartitionSpec(), mean=path[1:-1] not in statistics)
     if path[0] == "cache" and not array.ndim:

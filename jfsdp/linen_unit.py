@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from flax.errors import ScopeParamShapeError
 
 from jfsdp import auto
 from jfsdp import region as regions
 from jfsdp.linen_lift import Arrays, LiftedCall
-from jfsdp.linen_plan import Names
+from jfsdp.linen_plan import ModulePlan, Names
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
-from jfsdp.units import Unit, cast_floating
+from jfsdp.units import Shard, Unit, cast_floating
 from jfsdp.unshard import unshard
 
 __all__ = ["call_auto", "call_here"]
@@ -24,7 +23,8 @@ def call_here(
     call: LiftedCall,
     leaves: Sequence[Any],
     unit: Unit,
-    owned: dict[Names, Placement],
+    plan: ModulePlan,
+    path: Names,
     is_root: bool,
 ) -> Arrays:
     """Call a unit in the per-device view: gather its parameters, run its forward.
@@ -33,42 +33,54 @@ def call_here(
         call: the call.
         leaves: arrays in place of `call.leaves`.
         unit: the unit's settings.
-        owned: its parameters.
+        plan: all parameters.
+        path: the unit's path.
         is_root: whether it is the outermost unit.
     """
+    # Outside of all units everything is a shard, inside only what is hidden: the rest is gathered already.
+    shards = [
+        (names, plan.placements[names]) if names and (is_root or hidden) else None
+        for names, hidden in zip(map(call.parameter, call.places), call.hidden, strict=True)
+    ]
 
-    def whole(placement: Placement, shard: Any) -> Any:
-        return unshard(shard, unit.gathering(placement, shard))
+    def whole(index: int, leaf: Any) -> Any:
+        found = shards[index]
+        if found is None:
+            return leaf
+        names, placement = found
+        if plan.owners[names] != path:
+            return Shard(leaf, placement)
+        return unshard(leaf, unit.gathering(placement, leaf))
 
-    body = run = _body(call, unit, owned, whole, lambda tree: tree)
-    shards, wholes = _gathered_types(_parameters(call, leaves, owned), unit)
-    if shards and unit.reshards(is_root):
+    body = run = _body(call, unit, whole, lambda tree: tree)
+    own = [
+        (leaf, found[1])
+        for leaf, found in zip(leaves, shards, strict=True)
+        if found is not None and plan.owners[found[0]] == path
+    ]
+    types, wholes = _gathered_types(own, unit)
+    if types and unit.reshards(is_root):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
+            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(types, wholes)
         )
-    try:
-        arrays, written = run(list(leaves))
-    except ScopeParamShapeError as error:
-        raise ValueError(
-            f"{call.name} uses a parameter while it is sharded: it belongs to a unit that is not being "
-            f"called.\n  {str(error).partition(' (https')[0]}\nEither\n"
-            "  1. call a method of that module instead of reading its parameter, or\n"
-            "  2. leave the module out of `units`, so that the caller's unit gathers it."
-        ) from error
+    arrays, written = run(list(leaves))
     return arrays, written
 
 
 def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_root: bool) -> Arrays:
     """Call a unit in the global view with casts and sharding constraints; XLA communicates."""
+    placements = [owned.get(call.parameter(place) or ()) for place in call.places]
 
-    def whole(placement: Placement, shard: Any) -> Any:
-        return auto.whole(shard, placement, unit)
+    def whole(index: int, leaf: Any) -> Any:
+        placement = placements[index]
+        return leaf if placement is None else auto.whole(leaf, placement, unit)
 
     def pin(tree: Any) -> Any:
         return auto.pin_batch(tree, unit.dp, lambda leaf: False)
 
-    body = _body(call, unit, owned, whole, pin)
-    parameters = _parameters(call, call.leaves, owned)
+    body = _body(call, unit, whole, pin)
+    both = zip(call.leaves, placements, strict=True)
+    parameters = [(leaf, placement) for leaf, placement in both if placement is not None]
     if any(placement.dims for _, placement in parameters) and unit.reshards(is_root):
         arrays, written = auto.call_gathered_again(body, call.leaves, parameters, unit)
     else:
@@ -76,25 +88,10 @@ def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_ro
     return arrays, written
 
 
-def _parameters(
-    call: LiftedCall, leaves: Sequence[Any], owned: dict[Names, Placement]
-) -> list[tuple[Any, Placement]]:
-    placed = [
-        (leaf, owned.get(call.parameter(place) or ()))
-        for leaf, place in zip(leaves, call.places, strict=True)
-    ]
-    return [(leaf, placement) for leaf, placement in placed if placement is not None]
-
-
 def _body(
-    call: LiftedCall,
-    unit: Unit,
-    owned: dict[Names, Placement],
-    whole: Callable[[Placement, Any], Any],
-    pin: Callable[[Any], Any],
+    call: LiftedCall, unit: Unit, whole: Callable[[int, Any], Any], pin: Callable[[Any], Any]
 ) -> regions.Body:
     """The forward with casts, as a function of arrays."""
-    placements = [owned.get(call.parameter(place) or ()) for place in call.places]
     policy = unit.mp_policy
 
     def cast(arguments: Any) -> Any:
@@ -103,9 +100,8 @@ def _body(
         return pin(arguments)
 
     def body(leaves: Sequence[Any]) -> regions.Rows:
-        both = zip(leaves, placements, strict=True)
-        gathered = [x if placement is None else whole(placement, x) for x, placement in both]
-        return call.run(gathered, cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
+        values = [whole(index, leaf) for index, leaf in enumerate(leaves)]
+        return call.run(values, cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
 
     return body
 

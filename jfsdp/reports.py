@@ -9,6 +9,7 @@ from typing import Any
 from jfsdp import linen_plan, nnx_tree
 from jfsdp.inspect import Report
 from jfsdp.inspect.read import inspect as read
+from jfsdp.inspect.read import lower
 from jfsdp.plan import Plan
 from jfsdp.promises import arguments, minima, promise
 
@@ -79,6 +80,9 @@ def inspect(
         0
     """
     given = (args, kwargs)
+    module = linen_plan.module_in(given if model is None else model)
+    if module is not None and not module.jfsdp.plans_of(module):
+        lower(step, *args, **kwargs)  # which finds the units
     rows, kind_of = _plan_rows(given if model is None else model)
     dp = rows[0][1].dp
     named = arguments(given, kind_of)

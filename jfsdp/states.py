@@ -11,6 +11,7 @@ from jfsdp import linen, nnx, optimizer
 from jfsdp.api import described, shard
 from jfsdp.born import born_sharded
 from jfsdp.layout import whole
+from jfsdp.linen_init import taking_care
 from jfsdp.linen_plan import recording
 from jfsdp.mesh import AnyMesh, mesh_known_to_traced_code
 from jfsdp.nnx_init import init_module
@@ -83,7 +84,10 @@ def init(
             "jfsdp.shard already. Give them there."
         )
     state, on = linen.describe_state(made, plans)
-    return state if abstract else born_sharded(fn, state, on)
+    if abstract:
+        return state
+    with taking_care():
+        return born_sharded(fn, state, on)
 
 
 def init_optimizer(

@@ -19,7 +19,7 @@ from jfsdp.placement import Placement
 from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.unshard import Gathering
 
-__all__ = ["Shard", "Unit", "cast_floating", "matcher", "validate"]
+__all__ = ["Absent", "Shard", "Unit", "cast_floating", "matcher", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +109,13 @@ class Unit:
         return stated
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Shard:
-    """What a sharded parameter holds inside a region while its unit is not being called.
+class _Sharded:
+    """A parameter whose unit is not being called.
 
     Computing with it would silently use 1/F of the weight, so it is no array and says what to do.
     """
 
-    array: jax.Array
-    placement: Placement = dataclasses.field(metadata={"static": True})
+    placement: Placement
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -165,6 +162,23 @@ class Shard:
     __getitem__ = __len__ = __iter__ = __bool__ = __int__ = __float__ = __array__ = _refuse
     __array_ufunc__ = None  # numpy leaves `x @ shard` to __rmatmul__
     __hash__ = object.__hash__
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Shard(_Sharded):
+    """What a sharded parameter holds inside a region while its unit is not being called."""
+
+    array: jax.Array
+    placement: Placement = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Absent(_Sharded):
+    """What stands for a `Shard` where not even the array of its part may be seen."""
+
+    placement: Placement
 
 
 def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

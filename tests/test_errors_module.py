@@ -39,7 +39,11 @@ def make_model() -> Model:
     return Model(nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("value", [{"w": 1.0}, None, jnp.ones(3), lambda x: x], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [{"w": 1.0}, None, jnp.ones(3), lambda x: x],
+    ids=["dict", "None", "array", "function"],
+)
 def test_what_is_no_module_is_refused(value):
     with pytest.raises(TypeError) as error:
         jfsdp.shard(value)

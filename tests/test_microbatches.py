@@ -67,7 +67,9 @@ def test_accumulated_gradients_are_those_of_one_batch():
         expected = jax.grad(functools.partial(mean_square, Stack()))(
             jax.device_get(params), np.asarray(x)
         )
-        for got, wanted in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(expected), strict=True):
+        for got, wanted in zip(
+            jax.tree.leaves(step(params, x)), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
