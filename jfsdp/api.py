@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from flax import linen as nn
@@ -198,7 +198,9 @@ def _is_linen_class(value: Any) -> bool:
 
 def _hashable(units: Any) -> Any:
     """`units` as part of a Linen module, which is hashed."""
-    return tuple(units) if isinstance(units, list | set) else units
+    if isinstance(units, str | type) or not isinstance(units, Iterable):
+        return units
+    return tuple(units)
 
 
 def described(value: Any) -> str:

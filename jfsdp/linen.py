@@ -11,7 +11,7 @@ from typing import Any
 from flax import linen as nn
 
 from jfsdp.linen_call import call_module
-from jfsdp.linen_init import describe_state, initialize, without_output
+from jfsdp.linen_init import describe_state, initialize
 from jfsdp.linen_plan import FSDPModule, Settings
 from jfsdp.units import matcher
 
@@ -108,7 +108,16 @@ def _method_argument(module: nn.Module, method: Any) -> Any:
     return method if hasattr(function, _WRAPPED) else _unit_method(function)
 
 
-_ALL_BUT_INTERMEDIATES = nn.DenyList("intermediates")
+def _initialize(
+    module: Any, flax_init: Callable[..., Any], rngs: Any, args: tuple, given: dict
+) -> Any:
+    """`init_with_output` of a sharded module, by Flax's own or by a part of it."""
+    settings = {"method": _method_argument(module, given.pop("method", None))}
+    settings |= {name: given.pop(name) for name in _OF_FLAX if name in given}
+    return initialize(module, functools.partial(flax_init, **settings), rngs, args, given)
+
+
+_OF_FLAX = ("mutable", "capture_intermediates")
 
 
 class _Initialized:
@@ -120,27 +129,16 @@ class _Initialized:
         method = _method_argument(self, method)
         return super().apply(variables, *args, method=method, **kwargs)  # pyright: ignore
 
-    def init_with_output(
-        self: Any,
-        rngs: Any,
-        *args: Any,
-        method: Any = None,
-        mutable: Any = _ALL_BUT_INTERMEDIATES,
-        capture_intermediates: Any = False,
-        **kwargs: Any,
-    ) -> Any:
-        method = _method_argument(self, method)
-        flax_settings = {"mutable": mutable, "capture_intermediates": capture_intermediates}
-
-        def run(rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            initialize = super(_Initialized, self).init_with_output  # pyright: ignore
-            return initialize(rngs, *args, method=method, **flax_settings, **kwargs)
-
-        return initialize(self, run, rngs, args, kwargs)
+    def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        return _initialize(self, super().init_with_output, rngs, args, kwargs)  # pyright: ignore
 
     def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        with without_output():
-            return self.init_with_output(rngs, *args, **kwargs)[1]
+        with_output = super().init_with_output  # pyright: ignore
+
+        def without_output(*args: Any, **kwargs: Any) -> Any:  # so that it is not computed
+            return None, with_output(*args, **kwargs)[1]
+
+        return _initialize(self, without_output, rngs, args, kwargs)[1]
 
     def __reduce__(self: Any) -> Any:  # the class was made here, and can be found nowhere
         return shard_module, (unsharded_module(self), self.jfsdp)

@@ -21,13 +21,7 @@ from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.optimizer import shardings_like
 from jfsdp.units import Unit
 
-__all__ = [
-    "describe_state",
-    "initialize",
-    "initialize_inside",
-    "taking_care",
-    "without_output",
-]
+__all__ = ["describe_state", "initialize", "initialize_inside", "taking_care"]
 
 _taken_care_of: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "taken_care_of", default=False
@@ -42,21 +36,6 @@ def taking_care() -> Iterator[None]:
         yield
     finally:
         _taken_care_of.reset(token)
-
-
-_output_unused: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "output_unused", default=False
-)
-
-
-@contextlib.contextmanager
-def without_output() -> Iterator[None]:
-    """While this lasts, `initialize` does not compute what the module returns."""
-    token = _output_unused.set(True)
-    try:
-        yield
-    finally:
-        _output_unused.reset(token)
 
 
 def initialize(
@@ -89,14 +68,6 @@ def initialize(
             output, variables = run(rngs, *args, **kwargs)
             return output, jax.tree.map(lay, variables, _shardings(variables, plan, unit))
         described = jax.tree.map(lay, variables, _shardings(variables, plan, unit))
-        if _output_unused.get():
-
-            def only_variables(*args: Any, **kwargs: Any) -> Any:
-                return None, run(*args, **kwargs)[1]
-
-            return born_sharded(
-                only_variables, (None, described), unit.dp.mesh, rngs, *args, **kwargs
-            )
         return born_sharded(run, (output, described), unit.dp.mesh, rngs, *args, **kwargs)
 
 
