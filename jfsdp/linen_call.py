@@ -16,6 +16,7 @@ from flax.core.lift import pack
 from jfsdp import region as regions
 from jfsdp.auto import is_auto
 from jfsdp.calls import check_argument_names
+from jfsdp.hidden import Absent, Shard
 from jfsdp.layout import axes_of_entry
 from jfsdp.linen_discovery import discover, is_transformed
 from jfsdp.linen_init import initialize_inside
@@ -23,7 +24,7 @@ from jfsdp.linen_lift import LiftedCall
 from jfsdp.linen_plan import PARAMS, ModulePlan, Names, Settings, named_leaves
 from jfsdp.linen_region import call_in_region
 from jfsdp.linen_unit import call_auto, call_here
-from jfsdp.units import Absent, Shard, Unit
+from jfsdp.units import Unit
 
 __all__ = ["call_module"]
 

@@ -9,8 +9,9 @@ import jax
 from flax.core import freeze, meta
 
 from jfsdp.calls import Result, argument_names, key_name
+from jfsdp.hidden import Shard
 from jfsdp.linen_plan import ModulePlan, Names, unboxed
-from jfsdp.units import Shard, is_array
+from jfsdp.units import is_array
 
 __all__ = ["Arrays", "LiftedCall"]
 

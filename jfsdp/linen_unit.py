@@ -9,11 +9,12 @@ import jax
 
 from jfsdp import auto
 from jfsdp import region as regions
+from jfsdp.hidden import Shard
 from jfsdp.linen_lift import Arrays, LiftedCall
 from jfsdp.linen_plan import ModulePlan, Names
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
-from jfsdp.units import Shard, Unit, cast_floating
+from jfsdp.units import Unit, cast_floating
 from jfsdp.unshard import unshard
 
 __all__ = ["call_auto", "call_here"]

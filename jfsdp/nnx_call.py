@@ -13,9 +13,10 @@ from flax import nnx
 from jfsdp import auto
 from jfsdp import region as regions
 from jfsdp.calls import Result
+from jfsdp.hidden import Shard
 from jfsdp.nnx_tree import class_name, owned, placement_of, walk
 from jfsdp.remat import refuse_gathered
-from jfsdp.units import Shard, Unit, cast_floating
+from jfsdp.units import Unit, cast_floating
 from jfsdp.unshard import unshard
 
 __all__ = ["Call", "call_auto", "call_here", "called_by_a_unit"]

@@ -19,7 +19,7 @@ from jfsdp.placement import Placement
 from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.unshard import Gathering
 
-__all__ = ["Absent", "Shard", "Unit", "cast_floating", "matcher", "validate"]
+__all__ = ["Unit", "cast_floating", "matcher", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,78 +107,6 @@ class Unit:
             received = 2 * reduced / shards * (copies - 1) / copies
             stated["all-reduce"] = (how.summed_axes, np.dtype(how.reduce_dtype).name, received)
         return stated
-
-
-class _Sharded:
-    """A parameter whose unit is not being called.
-
-    Computing with it would silently use 1/F of the weight, so it is no array and says what to do.
-    """
-
-    placement: Placement
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return self.placement.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the whole parameter."""
-        return len(self.placement.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Storage dtype."""
-        return self.placement.dtype
-
-    def __jax_array__(self) -> jax.Array:
-        raise TypeError(self._text())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TypeError(self._text())
-
-    def _text(self) -> str:
-        return (
-            f"{self.placement.path} (shape {self.placement.shape}) is used while it is sharded: it "
-            "belongs to a unit that is not being called. Either\n"
-            "  1. call that module's forward instead of reading its parameter, or\n"
-            "  2. if another of its methods uses it, jfsdp.register_forward_method(module, name), or\n"
-            "  3. leave the module out of `units`, so that the caller's unit gathers it."
-        )
-
-    def __repr__(self) -> str:
-        return self._text()  # jax shows it where it refuses to make an array of it
-
-    def _refuse(self, *_: Any) -> Any:
-        raise TypeError(self._text())
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
-    __getitem__ = __len__ = __iter__ = __bool__ = __int__ = __float__ = __array__ = _refuse
-    __array_ufunc__ = None  # numpy leaves `x @ shard` to __rmatmul__
-    __hash__ = object.__hash__
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Shard(_Sharded):
-    """What a sharded parameter holds inside a region while its unit is not being called."""
-
-    array: jax.Array
-    placement: Placement = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Absent(_Sharded):
-    """What stands for a `Shard` where not even the array of its part may be seen."""
-
-    placement: Placement
 
 
 def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

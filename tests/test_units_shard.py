@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jfsdp
+from jfsdp.hidden import Shard
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import place
-from jfsdp.units import Shard
 
 
 @pytest.fixture
