@@ -1,4 +1,4 @@
-"""The names of a call's arguments, and the arrays in its result, for either front end."""
+"""A unit's call, of either front end: names of arguments, arrays of results, the way through a region."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jfsdp.borders import RULE, is_spec
+from jfsdp import region as regions
+from jfsdp.borders import RULE, Row, is_spec
+from jfsdp.explicit import leave
 from jfsdp.units import is_array
 
-__all__ = ["Result", "argument_names", "check_argument_names", "key_name"]
+__all__ = ["Result", "argument_names", "check_argument_names", "key_name", "through_region"]
 
 
 def key_name(key: Any) -> Any:
@@ -50,6 +52,43 @@ def check_argument_names(
                 f"{caller}: in_specs[{key!r}] = {spec} names no argument. Its arguments: "
                 f"{', '.join(sorted(names)) or '(none)'}."
             )
+
+
+def through_region(
+    body: Callable[[Sequence[Any]], tuple[list[Any], list[Any], list[Row]]],
+    leaves: Sequence[Any],
+    region: regions.Region,
+) -> tuple[list[Any], list[Any]]:
+    """Call `body` in the region, whose results are of kinds that are known once it has run.
+
+    Args:
+        body: takes the local leaves; returns the arrays of the result, those of changed state, and how each
+            of both leaves the region.
+        leaves: global arrays.
+        region: the region.
+
+    Returns:
+        The arrays of the result and those of the state, as global arrays.
+    """
+    order: list[tuple[int, int]] = []
+    count: list[int] = []
+
+    def sorted_body(leaves: Sequence[Any]) -> regions.Rows:
+        arrays, states, kinds = body(leaves)
+        rows: regions.Rows = tuple([] for _ in region.rows)
+        order.clear()
+        for value, kind in zip([*arrays, *states], kinds, strict=True):
+            index = region.rows.index(kind)
+            order.append((index, len(rows[index])))
+            rows[index].append(value)
+        count[:] = [len(arrays)]
+        return rows
+
+    rows = regions.call(sorted_body, leaves, region)
+    values = [rows[row][column] for row, column in order]
+    specs = [region.rows[row].spec for row, _ in order]
+    arrays = zip(values[: count[0]], specs, strict=False)
+    return [leave(x, spec, region.dp, leaves) for x, spec in arrays], values[count[0] :]
 
 
 _ARRAY = object()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp import region as regions
 from jfsdp.borders import Row, fold_key, input_specs, is_key, output_rows, row_of_output
-from jfsdp.explicit import leave
+from jfsdp.calls import through_region
 from jfsdp.linen_lift import LiftedCall
 from jfsdp.linen_plan import ModulePlan, Names, state_spec
 from jfsdp.linen_unit import call_here
@@ -43,10 +43,8 @@ def call_in_region(
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
-    order: list[tuple[int, int]] = []
-    count: list[int] = []
 
-    def body(leaves: Sequence[jax.Array]) -> regions.Rows:
+    def body(leaves: Sequence[jax.Array]) -> tuple[list[Any], list[Any], list[Row]]:
         values = [fold_key(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
         arrays, written = call_here(call, values, unit, plan, path, is_root=True)
         wanted = call.result.spread(call.name, unit.out_specs)
@@ -58,21 +56,9 @@ def call_in_region(
             _row_of_state(call, path, x, local_batch, unit, statistics)
             for path, x in zip(call.written_paths, written, strict=True)
         ]
-        rows: regions.Rows = tuple([] for _ in region.rows)
-        order.clear()
-        for value, kind in zip([*arrays, *written], kinds, strict=True):
-            index = region.rows.index(kind)
-            order.append((index, len(rows[index])))
-            rows[index].append(value)
-        count[:] = [len(arrays)]
-        return rows
+        return arrays, written, kinds
 
-    rows = regions.call(body, call.leaves, region)
-    values = [rows[row][column] for row, column in order]
-    specs_of = [region.rows[row].spec for row, _ in order]
-    arrays = zip(values[: count[0]], specs_of, strict=False)
-    outputs = [leave(x, spec, dp, call.leaves) for x, spec in arrays]
-    return call.finish(outputs, values[count[0] :])
+    return call.finish(*through_region(body, call.leaves, region))
 
 
 def _leaf_specs(

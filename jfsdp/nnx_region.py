@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 from jfsdp import region as regions
 from jfsdp.auto import is_auto
 from jfsdp.borders import Row, fold_key, input_specs, is_key, output_rows, row_of_output
-from jfsdp.calls import argument_names, check_argument_names, key_name
-from jfsdp.explicit import leave
+from jfsdp.calls import argument_names, check_argument_names, key_name, through_region
 from jfsdp.nnx_call import Call, call_auto, call_here, called_by_a_unit
 from jfsdp.nnx_tree import check_axes, placement_of, unit_of, walk
 from jfsdp.units import Unit
@@ -45,8 +44,6 @@ def call_in_region(call: Call, unit: Unit) -> Any:
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
-    order: list[tuple[int, int]] = []
-    counts: list[int] = []
     global_statistics: set[int] = set()
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
@@ -67,7 +64,7 @@ def call_in_region(call: Call, unit: Unit) -> Any:
                 ) from error
             raise
 
-    def body(leaves: Sequence[jax.Array]) -> regions.Rows:
+    def body(leaves: Sequence[jax.Array]) -> tuple[list[Any], list[Any], list[Row]]:
         folded = [fold_key(x, dp) if is_key else x for x, is_key in zip(leaves, keys, strict=True)]
         arrays, states = call.trace(folded, prepare, invoke)
         wanted = call.result.spread(call.name, unit.out_specs)
@@ -76,21 +73,9 @@ def call_in_region(call: Call, unit: Unit) -> Any:
             for (name, x), spec in zip(arrays, wanted, strict=True)
         ]
         kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
-        rows: regions.Rows = tuple([] for _ in region.rows)
-        order.clear()
-        for kind, (_, value) in zip(kinds, [*arrays, *states], strict=True):
-            index = region.rows.index(kind)
-            order.append((index, len(rows[index])))
-            rows[index].append(value)
-        counts[:] = [len(arrays)]
-        return rows
+        return [x for _, x in arrays], [x for _, x in states], kinds
 
-    rows = regions.call(body, call.leaves, region)
-    values = [rows[row][column] for row, column in order]
-    specs_of = [region.rows[row].spec for row, _ in order]
-    arrays = zip(values[: counts[0]], specs_of, strict=False)
-    outputs = [leave(x, spec, dp, call.leaves) for x, spec in arrays]
-    return call.finish(outputs, values[counts[0] :])
+    return call.finish(*through_region(body, call.leaves, region))
 
 
 def _leaf_specs(
