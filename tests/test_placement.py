@@ -83,12 +83,10 @@ def free_dims(leaf, dp, own_spec, stacked_axis) -> list[int]:
 
 
 def legal_choices(leaf, dp, own_spec, stacked_axis) -> list[tuple]:
-    """By brute force: all shard axes on one dimension, or each on a dimension of its own."""
+    """By brute force: each shard axis on any free dimension, of three also two on one and one apart."""
     free = free_dims(leaf, dp, own_spec, stacked_axis)
-    together = [(d,) * len(dp.shard_axes) for d in free]
-    apart = list(itertools.permutations(free, len(dp.shard_axes)))
     found = []
-    for dims in {*together, *apart}:
+    for dims in itertools.product(free, repeat=len(dp.shard_axes)):
         parts = dict.fromkeys(dims, 1)
         for dim, axis in zip(dims, dp.shard_axes, strict=True):
             parts[dim] *= dp.mesh.shape[axis]
