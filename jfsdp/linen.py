@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from jfsdp.linen_call import call_module
 from jfsdp.linen_init import describe_state, initialize
-from jfsdp.linen_plan import FSDPModule, Settings
+from jfsdp.linen_plan import FSDPModule, Settings, attributes
 from jfsdp.units import matcher
 
 __all__ = ["describe_state", "shard_module", "unsharded_module"]
@@ -35,8 +35,7 @@ def shard_module(module: Any, settings: Settings) -> Any:
             f"instance of that:\n  jfsdp.shard({name}, ...)(...)\nor shard the outermost module, with "
             f"units={name}."
         )
-    fields = (f for f in dataclasses.fields(module) if f.init and f.name != "parent")
-    return _unit_class(type(module), settings)(**{f.name: getattr(module, f.name) for f in fields})
+    return _unit_class(type(module), settings)(**attributes(module))
 
 
 def _refuse_twice(kind: type, name: str) -> None:
@@ -147,5 +146,4 @@ class _Initialized:
 def unsharded_module(module: Any) -> nn.Module:
     """A module as it was before `shard`."""
     original: Any = type(module).__mro__[_ORIGINAL]
-    fields = (f for f in dataclasses.fields(module) if f.init and f.name != "parent")
-    return original(**{f.name: getattr(module, f.name) for f in fields})
+    return original(**attributes(module))

@@ -18,7 +18,7 @@ from jfsdp.auto import is_auto
 from jfsdp.calls import check_argument_names
 from jfsdp.hidden import Absent, Shard
 from jfsdp.layout import axes_of_entry
-from jfsdp.linen_discovery import discover, is_transformed
+from jfsdp.linen_discovery import discover_alone, is_transformed
 from jfsdp.linen_init import initialize_inside
 from jfsdp.linen_lift import LiftedCall
 from jfsdp.linen_plan import PARAMS, ModulePlan, Names, Settings, named_leaves
@@ -137,9 +137,7 @@ def _plan_of(module: Any, function: Callable, args: tuple, kwargs: dict) -> Modu
     for plan in settings.plans_of(module):
         if plan.covers(shapes, whole):
             return plan.under(module.path)
-    alone = module.clone(parent=None, name=None)
-    initialize = nn.init_with_output(function, alone)
-    plan, _ = discover(alone, initialize, jax.random.key(0), args, kwargs)
+    plan = discover_alone(module, function, args, kwargs)
     settings.keep(module, plan)
     _check_shapes(_name(module, function), plan, shapes, whole)
     return plan.under(module.path)

@@ -7,7 +7,7 @@ costs a trace and no memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout import spec_of
-from jfsdp.linen_plan import PARAMS, FSDPModule, ModulePlan, Names, Settings, unboxed
+from jfsdp.linen_plan import PARAMS, FSDPModule, ModulePlan, Names, Settings, boxed_leaves, unboxed
 from jfsdp.placement import Placement, place
 from jfsdp.units import Unit, is_array, matcher
 
-__all__ = ["discover", "is_transformed"]
+__all__ = ["discover", "discover_alone", "is_transformed"]
 
 
 def is_transformed(module: nn.Module) -> bool:
@@ -71,6 +71,15 @@ def discover(
     is_track = lambda x: isinstance(x, _Track)  # noqa: E731
     variables = jax.tree.map(lambda x: x.value if is_track(x) else x, variables, is_leaf=is_track)
     return plan, (result, variables)
+
+
+def discover_alone(
+    module: Any, function: Callable[..., Any], args: tuple, kwargs: dict
+) -> ModulePlan:
+    """The plan of a bound module, found as if it were the outermost one."""
+    alone = module.clone(parent=None, name=None)
+    initialize = nn.init_with_output(function, alone)
+    return discover(alone, initialize, jax.random.key(0), args, kwargs)[0]
 
 
 def _described(array: Any) -> jax.ShapeDtypeStruct:
@@ -174,9 +183,9 @@ class _Found:
         params = dict(module.scope.variables().get(PARAMS, {}))
         if module.scope.is_mutable_collection(PARAMS) and not self.walked:
             for name, value in params.items():
-                if any(not isinstance(leaf, _Track) for _, leaf in _leaves({name: value})):
+                if any(not isinstance(leaf, _Track) for _, leaf in boxed_leaves({name: value})):
                     module.scope.put_variable(PARAMS, name, _tracked(value))
-        for below, leaf in _leaves(module.scope.variables().get(PARAMS, {})):
+        for below, leaf in boxed_leaves(module.scope.variables().get(PARAMS, {})):
             full, stacked = (*path, *below), len(_axes(leaf))
             self.exits.setdefault(full, {}).setdefault(path, stacked)
             if path in self.units and not is_transformed(module):
@@ -210,7 +219,7 @@ class _Found:
             )
 
     def plan(self, params: Any, settings: Settings) -> ModulePlan:
-        tracks = {path: _tracked(leaf) for path, leaf in _leaves(params)}
+        tracks = {path: _tracked(leaf) for path, leaf in boxed_leaves(params)}
         for path, track in tracks.items():
             self.claims.setdefault(path, ((), len(track.axes)))
             self._claim_inside_the_loop(path, settings)
@@ -251,15 +260,6 @@ class _Found:
             stacked_axis=stacked[0] % len(value.shape) if stacked else None,
             asked=fn(name, value) if fn else None,
         )
-
-
-def _leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
-    """The parameters of nested dicts with their paths, in whatever boxes they are."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from (((name, *path), leaf) for path, leaf in _leaves(value))
-        else:
-            yield (name,), value
 
 
 def _tracked(value: Any) -> Any:

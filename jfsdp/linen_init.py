@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from flax import linen as nn
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp import region as regions
 from jfsdp.born import born_sharded
 from jfsdp.layout import lay, named_sharding
-from jfsdp.linen_discovery import discover
+from jfsdp.linen_discovery import discover, discover_alone
 from jfsdp.linen_plan import PARAMS, ModulePlan, Names, record, state_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.optimizer import shardings_like
@@ -81,10 +80,7 @@ def initialize_inside(module: Any, function: Callable[..., Any], args: tuple, kw
         return function(module, *args, **kwargs)
     unit: Unit = module.jfsdp.unit
     with taking_care():
-        alone = module.clone(parent=None, name=None)
-        plan, _ = discover(
-            alone, nn.init_with_output(function, alone), jax.random.key(0), args, kwargs
-        )
+        plan = discover_alone(module, function, args, kwargs)
         result = function(module, *args, **kwargs)
     module.jfsdp.keep(module, plan)
     record(plan.under(module.path))

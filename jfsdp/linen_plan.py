@@ -23,6 +23,8 @@ __all__ = [
     "ModulePlan",
     "Names",
     "Settings",
+    "attributes",
+    "boxed_leaves",
     "kind_of_argument",
     "module_in",
     "named_leaves",
@@ -71,12 +73,12 @@ class Settings:
     def keep(self, module: Any, plan: ModulePlan) -> None:
         """Remember the plan of a module that has these settings."""
         if plan not in self.plans_of(module):
-            self.found.append((_attributes(module), plan))
+            self.found.append((_unnamed(module), plan))
 
     def plans_of(self, module: Any) -> list[ModulePlan]:
         """The plans of earlier calls of this module, or one like it."""
-        own = _attributes(module)
-        return [plan for attributes, plan in self.found if attributes == own]
+        own = _unnamed(module)
+        return [plan for other, plan in self.found if other == own]
 
     @property
     def inner(self) -> Unit:
@@ -86,9 +88,14 @@ class Settings:
         )  # those speak of the module
 
 
-def _attributes(module: Any) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(module) if f.init]
-    return {name: getattr(module, name) for name in names if name not in ("parent", "name")}
+def attributes(module: Any) -> dict[str, Any]:
+    """What a module of the same class is made with, its parent excepted."""
+    names = [f.name for f in dataclasses.fields(module) if f.init and f.name != "parent"]
+    return {name: getattr(module, name) for name in names}
+
+
+def _unnamed(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in attributes(module).items() if name != "name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +160,18 @@ def unboxed(value: Any) -> Any:
     return value
 
 
-def named_leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
-    """The arrays of nested dicts, boxes opened, with their paths."""
+def boxed_leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
+    """The leaves of nested dicts with their paths, in whatever boxes they are."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from (((name, *path), leaf) for path, leaf in named_leaves(value))
+            yield from (((name, *path), leaf) for path, leaf in boxed_leaves(value))
         else:
-            yield (name,), unboxed(value)
+            yield (name,), value
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[Names, Any]]:
+    """The arrays of nested dicts, boxes opened, with their paths."""
+    return ((path, unboxed(leaf)) for path, leaf in boxed_leaves(tree))
 
 
 def state_spec(path: Names, leaf: Any, unit: Unit) -> PartitionSpec | None:
