@@ -8,7 +8,9 @@ from jfsdp.auto import auto_partitioning as auto_partitioning
 from jfsdp.batch import shard_batch as shard_batch
 from jfsdp.comm import AllGather as AllGather
 from jfsdp.comm import Comm as Comm
+from jfsdp.comm import Message as Message
 from jfsdp.comm import ReduceScatter as ReduceScatter
+from jfsdp.gradients import value_and_grad as value_and_grad
 from jfsdp.inspect.contract import PolicyViolation as PolicyViolation
 from jfsdp.inspect.topology import topology as topology
 from jfsdp.layout import shardings as shardings
@@ -16,11 +18,14 @@ from jfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
 from jfsdp.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from jfsdp.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from jfsdp.policies import OffloadPolicy as OffloadPolicy
+from jfsdp.quantized import QuantizedAllGather as QuantizedAllGather
+from jfsdp.quantized import QuantizedReduceScatter as QuantizedReduceScatter
 from jfsdp.reports import inspect as inspect
 from jfsdp.reports import plan as plan
 from jfsdp.states import init as init
 from jfsdp.states import init_optimizer as init_optimizer
 from jfsdp.states import unshard as unshard
+from jfsdp.two_stage import TwoStageAllGather as TwoStageAllGather
 
 __version__ = _version("jfsdp")
 
@@ -29,10 +34,14 @@ __all__ = [
     "CPUOffloadPolicy",
     "Comm",
     "DataParallelMeshDims",
+    "Message",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PolicyViolation",
+    "QuantizedAllGather",
+    "QuantizedReduceScatter",
     "ReduceScatter",
+    "TwoStageAllGather",
     "auto_partitioning",
     "init",
     "init_optimizer",
@@ -44,4 +53,5 @@ __all__ = [
     "shardings",
     "topology",
     "unshard",
+    "value_and_grad",
 ]

@@ -14,12 +14,17 @@ from jfsdp.borders import freeze_out_specs, freeze_specs
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.linen_plan import Settings
 from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
+from jfsdp.placement_asked import Answer
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from jfsdp.reshard import resolved
 from jfsdp.units import Unit, validate
 
 __all__ = ["described", "register_forward_method", "shard"]
 
-M = TypeVar("M", bound=flax_nnx.Module | nn.Module | type[nn.Module])
+M = TypeVar(
+    "M",
+    bound=flax_nnx.Module | nn.Module | type[nn.Module] | list[Any] | tuple[Any, ...],
+)
 
 
 def shard(
@@ -29,8 +34,8 @@ def shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[str, Any], int | None] | None = None,
+    reshard_after_forward: bool | int | str | tuple[str, ...] | None = None,
+    shard_placement_fn: Callable[[str, Any], Answer] | None = None,
     ignored_params: Any = None,
     units: Any = (),
     stacked_axis: int | None = None,
@@ -57,7 +62,11 @@ def shard(
 
     Args:
         module: an `nnx.Module` with a `__call__`, concrete, abstract (`nnx.eval_shape`) or traced; or a
-            `linen.Module`, unbound; or a class of such.
+            `linen.Module`, unbound; or a class of such. Or a list of NNX modules, such as [norm, head], which
+            are one unit: they have one name in `jfsdp.plan` and `jfsdp.inspect` and reshard alike, and what
+            is tied between them counts once; each is gathered when it is called, and when collectives
+            start is XLA's decision for a unit of one module as well. Paths of its parameters, for the
+            arguments below, begin with the index in the list.
         mesh: the device mesh, of Auto or Explicit axes. None: the one in context, else one axis
             "fsdp" over all devices.
         dp_mesh_dims: which axes shard and which replicate. None: a 1-D mesh shards, a 2-D mesh
@@ -66,11 +75,26 @@ def shard(
         offload_policy: only `OffloadPolicy()` in this version.
         reshard_after_forward: True drops the gathered weights after the forward and gathers them again
             in the backward (one more all-gather, no recomputation); False keeps them (memory of the
-            whole unit until the backward is through). None: True for every unit but the outermost.
+            whole unit until the backward is through). None: True for every unit but the outermost. The
+            name of a shard axis, or a tuple of names: the weights stay sharded over these only, I parts, and
+            the backward gathers over these only, such as within a host (ZeRO++ hpZ). An int is I, the size of
+            the last shard axes together; all of them is True, 1 is False. With your own remat round the unit
+            it holds if that keeps what stays, as `jax.checkpoint(..., policy=
+            jax.checkpoint_policies.save_only_these_names("jfsdp_kept"))` does.
         shard_placement_fn: `f(path, param)` returns the dimension to shard, or None for the rule: the
             largest dimension that divides, ties to the first, never the stacked one; of 2**18 elements or
-            more the last one only if its shards are whole tiles of 128, or nothing else will do.
-        ignored_params: not in this version.
+            more the last one only if its shards are whole tiles of 128, or nothing else will do. Or
+            {0: "host", 1: ("x", "y")}: each shard axis on one of several dimensions. Or a dimension (a dict,
+            None) with data-parallel axes of this parameter alone, for experts:
+            `(1, DataParallelMeshDims(shard="fsdp"))`. Along the unit's other data-parallel axes, which have
+            to be in the parameter's own PartitionSpec (`out_sharding` in NNX, `nn.with_partitioning` in
+            Linen), the parameter stays split while its unit is called: the forward sees this device's part,
+            sends it what belongs to it (`jax.lax.all_to_all`), and its gradient is not summed over them.
+        ignored_params: parameters that jfsdp leaves alone: a glob over dotted paths ("lora.*"), a predicate
+            `f(path, param)`, in NNX a Variable type, or several. They lie as their own PartitionSpec says, on
+            data-parallel axes too, else whole on every device; `mp_policy` never casts them, the forward has
+            them whole, and their gradients are summed over all data-parallel devices in their own dtype.
+            In a `jax.shard_map` of your own give them whole.
         units: which modules inside become units of their own: a class, a glob over dotted paths
             ("blocks.*"; "**" for any depth), a predicate `f(path, module)`, or several. In Linen they are
             found when the module is first initialized or applied, by an abstract initialization.
@@ -79,7 +103,8 @@ def shard(
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.
         partitioning: "manual": jfsdp places every collective by name. "auto": sharding constraints in
-            the global view, XLA places the collectives; refuses reduce_dtype, all_gather and reduce_scatter.
+            the global view, XLA places the collectives; refuses reduce_dtype, all_gather, reduce_scatter and
+            axes to reshard to.
             `jfsdp.auto_partitioning()` is auto for a while, for generation and odd batches.
         in_specs: data-parallel PartitionSpec by argument name, or dotted path into an argument, for
             arguments that are no batch: {"mask": PartitionSpec()} for a copy on every device.
@@ -90,22 +115,26 @@ def shard(
             path in Linen ({"cache": PartitionSpec("fsdp"), "intermediates.scores": PartitionSpec()}).
 
     Returns:
-        NNX: `module`. Linen: a module, or class, of a subclass under the same name.
+        NNX: `module`, or the list. Linen: a module, or class, of a subclass under the same name.
 
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: the mesh lacks an axis; the module is a container, a unit already, or part of another
-            module; a placement does not exist, does not divide or contradicts the parameter's own spec;
-            `units` matches nothing. Of NNX nothing is changed then. Linen says the last two at the first
-            `init` or `apply`.
-        NotImplementedError: offload, ignored_params, or resharding to some axes only.
+            module; a list is empty, names a module twice or two that lie in each other; a placement does not
+            exist, does not divide, contradicts the parameter's own spec, or leaves out an axis that this
+            does not name; `units` or `ignored_params` matches nothing. Of NNX nothing is changed then. Linen
+            says what is wrong with parameters, and what matches nothing, at the first `init` or `apply`.
+        NotImplementedError: offload.
 
     Memory: parameters and moments 1/F of the whole per device, but for leaves that do not divide (see
-    `jfsdp.plan`); while a unit runs, its weights whole in `param_dtype`.
+    `jfsdp.plan`); while a unit runs, its weights whole in `param_dtype`. From the forward to the backward
+    1/I of the weights in `param_dtype`, if they stay in I parts.
 
     Communication, per device and step, for P parameters, F shards, R replicas: (1 + reshard) * P *
     (F - 1)/F gathered in `param_dtype`, P * (F - 1)/F reduce-scattered and 2 * P/F * (R - 1)/R
-    all-reduced in `reduce_dtype`.
+    all-reduced in `reduce_dtype`. If weights stay in I parts, P * (F - 1)/F + P * (I - 1)/I are gathered.
+    For experts F and R are those of their own axes, and P one device's part of them. For ignored parameters
+    2 * P * (N - 1)/N all-reduced over all N devices, and P * (S - 1)/S gathered once if they lie in S parts.
 
     Called inside your own `jax.shard_map` or `jax.pmap` over all data-parallel axes, a unit takes local
     shards and does the same collectives there. The gradient that comes out is the sum over the devices of
@@ -116,8 +145,8 @@ def shard(
     device's part of it, BatchNorm excepted, which is global; a forward that walks another unit's
     parameters as a pytree sees shards.
 
-    References: Rajbhandari et al., ZeRO (2020); Zhao et al., PyTorch FSDP (2023); PyTorch FSDP2's
-    `fully_shard`.
+    References: Rajbhandari et al., ZeRO (2020); Zhao et al., PyTorch FSDP (2023); Wang et al., ZeRO++
+    (2023); PyTorch FSDP2's `fully_shard`.
 
     Example:
         >>> import jax, jfsdp
@@ -135,7 +164,6 @@ def shard(
     validate(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_params=ignored_params,
         reshard_after_forward=reshard_after_forward,
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
@@ -143,7 +171,10 @@ def shard(
         stacked_axis=stacked_axis,
     )
     linen_kind = isinstance(module, nn.Module) or _is_linen_class(module)
-    if not linen_kind and not isinstance(module, flax_nnx.Module):
+    several = isinstance(module, list | tuple)
+    if several:
+        _check_list(module, in_specs, out_specs)
+    if not linen_kind and not several and not isinstance(module, flax_nnx.Module):
         raise TypeError(
             "jfsdp.shard takes a module of Flax: a flax.nnx.Module, a flax.linen.Module or a class of such. "
             f"Got {described(module)}."
@@ -152,7 +183,7 @@ def shard(
     unit = Unit(
         dp=dp,
         mp_policy=mp_policy,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=resolved(reshard_after_forward, dp),
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
         partitioning=partitioning,
@@ -166,13 +197,15 @@ def shard(
                 f"stacked_axis={stacked_axis}: in Linen modules jfsdp finds by itself which axis nn.scan "
                 "stacks the layers along. Leave it out."
             )
-        return linen.shard_module(module, Settings(unit, _hashable(units), shard_placement_fn))
+        settings = Settings(unit, _hashable(units), shard_placement_fn, _hashable(ignored_params))
+        return linen.shard_module(module, settings)
     nnx.shard_module(
-        cast(flax_nnx.Module, module),
+        cast(Any, module),
         unit,
         units=units,
         stacked_axis=stacked_axis,
         shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
     )
     return module
 
@@ -190,6 +223,22 @@ def register_forward_method(module: Any, name: str) -> None:
     Reference: PyTorch FSDP2, `register_fsdp_forward_method`.
     """
     nnx.register_forward_method(module, name)
+
+
+def _check_list(modules: Any, in_specs: Any, out_specs: Any) -> None:
+    for index, module in enumerate(modules):
+        if isinstance(module, nn.Module) or _is_linen_class(module):
+            raise TypeError(
+                f"jfsdp.shard was given a list of Linen modules (modules[{index}] is {described(module)}), "
+                "which have no parameters of their own to put into one unit. Make a parent module that calls "
+                "them the unit, or each of them one: jfsdp.shard(model, units=[Norm, Head])."
+            )
+    for name, given in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if given is not None:
+            raise ValueError(
+                f"{name} speaks of the arguments or results of one module, and jfsdp.shard was given a list. "
+                "Give it where you shard the module that calls them."
+            )
 
 
 def _is_linen_class(value: Any) -> bool:

@@ -23,7 +23,7 @@ from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
 from jfsdp.units import Unit, is_array
-from jfsdp.unshard import Gathering
+from jfsdp.unshard import Gathering, check_reducible
 
 __all__ = ["auto_partitioning", "call_gathered_again", "is_auto", "pin_batch", "whole"]
 
@@ -43,8 +43,8 @@ def auto_partitioning() -> Iterator[None]:
 
     Raises:
         ValueError: where a unit with a custom `all_gather` is called inside: its weights would be others.
-        NotImplementedError: where parameters of a unit with an explicit `reduce_dtype` or a custom
-            `reduce_scatter` are differentiated inside: XLA chooses how their gradients are reduced.
+        NotImplementedError: where parameters of a unit with an explicit `reduce_dtype`, a custom
+            `reduce_scatter` or axes to reshard to are differentiated inside: XLA chooses all that.
 
     Cost: one more compilation of each function that is called inside and outside.
 
@@ -99,6 +99,7 @@ def whole(value: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     @gather.defjvp
     def differentiate(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         _refuse_reduction(placement, unit)
+        check_reducible(how)
         cast = tangents[0].astype(how.param_dtype)
         laid = _lay(cast, placement, unit.dp, shards=True)
         if unit.dp.explicit:  # there a tangent is typed as its primal
@@ -131,6 +132,9 @@ def _refuse_reduction(placement: Placement, unit: Unit) -> None:
     policy, comm = unit.mp_policy, unit.reduce_scatter
     asked = [f"mp_policy.reduce_dtype={policy.reduce_dtype}"] * (policy.reduce_dtype is not None)
     asked += [f"reduce_scatter={type(comm).__name__}"] * (comm is not None)
+    asked += [f"reshard_after_forward={unit.reshard_after_forward}"] * isinstance(
+        unit.reshard_after_forward, tuple
+    )
     if asked:
         raise NotImplementedError(
             f"{placement.path} (shape {placement.shape}) is differentiated inside "

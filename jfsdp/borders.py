@@ -16,13 +16,16 @@ from jfsdp.units import is_array
 
 __all__ = [
     "Row",
+    "asked_spec",
     "check_spec",
+    "fold",
     "fold_key",
     "freeze_out_specs",
     "freeze_specs",
     "input_specs",
     "is_key",
     "is_spec",
+    "next_batch",
     "output_rows",
     "row_of_output",
 ]
@@ -43,11 +46,15 @@ def is_key(value: Any) -> bool:
 
 def fold_key(key: jax.Array, dp: DataParallelMesh) -> jax.Array:
     """A PRNG key of this device alone, or an array of them; old-style keys have their data last."""
-    index = jax.lax.axis_index(dp.axes)
-    fold = jax.random.fold_in
+    return fold(key, jax.lax.axis_index(dp.axes))
+
+
+def fold(key: jax.Array, number: Any) -> jax.Array:
+    """`jax.random.fold_in` of one key, or of each in an array of them."""
+    fold_in = jax.random.fold_in
     for _ in range(key.ndim if is_key(key) else key.ndim - 1):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, index)
+        fold_in = jax.vmap(fold_in, in_axes=(0, None))
+    return fold_in(key, number)
 
 
 def input_specs(
@@ -78,7 +85,7 @@ def input_specs(
     specs: list[PartitionSpec] = []
     batches: dict[str, tuple[int, ...]] = {}
     for name, array in inputs:
-        spec = _prefix_match(name, asked)
+        spec = asked_spec(name, asked)
         if spec is None and array.ndim:
             spec = dp.batch_spec
         if array.ndim and spec and spec == dp.batch_spec:
@@ -121,7 +128,8 @@ def next_batch(size: int, parts: int) -> int:
     return -(-size // parts) * parts
 
 
-def _prefix_match(name: str, asked: Mapping[str, PartitionSpec]) -> PartitionSpec | None:
+def asked_spec(name: str, asked: Mapping[str, PartitionSpec]) -> PartitionSpec | None:
+    """What `in_specs` says of an argument, by its dotted name or the beginning of it."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         spec = asked.get(".".join(parts[:length]))
@@ -147,7 +155,7 @@ def _check_asked(
         raise ValueError("\n".join(wrong))
 
 
-def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
+def check_spec(what: str, spec: Any, dp: DataParallelMesh | None) -> None:
     """Check that `spec` is a PartitionSpec over data-parallel axes only.
 
     Raises:
@@ -157,7 +165,7 @@ def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"{what} must be a jax.sharding.PartitionSpec, got {spec!r}.")
     for axis in _axes(spec):
-        if axis not in dp.axes:
+        if dp is not None and axis not in dp.axes:
             raise ValueError(
                 f"{what} = {spec} names the axis {axis!r}; only the data-parallel axes "
                 f"{list(dp.axes)} can be named, the others are left to XLA."
@@ -165,9 +173,11 @@ def check_spec(what: str, spec: Any, dp: DataParallelMesh) -> None:
 
 
 def freeze_specs(
-    name: str, asked: Any, key_type: type, dp: DataParallelMesh
+    name: str, asked: Any, key_type: type, dp: DataParallelMesh | None = None
 ) -> tuple[tuple[Any, PartitionSpec], ...]:
     """Check a dict of PartitionSpecs over data-parallel axes and make it hashable.
+
+    Without `dp` the axes are left to be checked where they are known.
 
     Raises:
         TypeError: it is no dict, a key is not of `key_type`, or a value no PartitionSpec.
@@ -189,9 +199,11 @@ def freeze_specs(
 
 
 def freeze_out_specs(
-    asked: Any, dp: DataParallelMesh
+    asked: Any, dp: DataParallelMesh | None = None
 ) -> tuple[Any, tuple[PartitionSpec | str, ...]] | None:
     """Check a pytree of PartitionSpecs and None, and make it hashable: (treedef, leaves).
+
+    Without `dp` the axes are left to be checked where they are known.
 
     Raises:
         TypeError: a leaf is neither.
@@ -243,7 +255,13 @@ def output_rows(dp: DataParallelMesh, others: Iterable[PartitionSpec]) -> tuple[
 
 
 def row_of_output(
-    caller: str, name: str, array: Any, local_batch: int | None, dp: DataParallelMesh, asked: Any
+    caller: str,
+    name: str,
+    array: Any,
+    local_batch: int | None,
+    dp: DataParallelMesh,
+    asked: Any,
+    taken_by: str = "jfsdp.shard",
 ) -> Row:
     """Decide how one array of a call's result leaves the region.
 
@@ -254,6 +272,7 @@ def row_of_output(
         local_batch: size of dimension 0 of the split inputs on one device, None without any.
         dp: the mesh and its data-parallel axes.
         asked: the PartitionSpec of `out_specs` for it, or None.
+        taken_by: the function that takes `out_specs`, for messages.
 
     Raises:
         ValueError: it is neither a batch nor a floating scalar, and `out_specs` does not say.
@@ -274,6 +293,6 @@ def row_of_output(
         f"{caller}: its result{name} has shape {tuple(array.shape)} and dtype {array.dtype} on each of "
         f"{dp.size} data-parallel devices, whose local batch is {local_batch}. It is neither a batch "
         "(dimension 0 = local batch: concatenated) nor a floating scalar (averaged). Say what it is with "
-        f"jfsdp.shard(..., out_specs=...): PartitionSpec({', '.join(map(repr, dp.batch_spec))}) where "
+        f"{taken_by}(..., out_specs=...): PartitionSpec({', '.join(map(repr, dp.batch_spec))}) where "
         "dimension 0 is split, PartitionSpec() where every device has the same value or its mean is meant."
     )

@@ -14,7 +14,14 @@ from jfsdp.borders import RULE, Row, is_spec
 from jfsdp.explicit import leave
 from jfsdp.units import is_array
 
-__all__ = ["Result", "argument_names", "check_argument_names", "key_name", "through_region"]
+__all__ = [
+    "Result",
+    "argument_names",
+    "check_argument_names",
+    "key_name",
+    "sorted_into",
+    "through_region",
+]
 
 
 def key_name(key: Any) -> Any:
@@ -75,12 +82,7 @@ def through_region(
 
     def sorted_body(leaves: Sequence[Any]) -> regions.Rows:
         arrays, states, kinds = body(leaves)
-        rows: regions.Rows = tuple([] for _ in region.rows)
-        order.clear()
-        for value, kind in zip([*arrays, *states], kinds, strict=True):
-            index = region.rows.index(kind)
-            order.append((index, len(rows[index])))
-            rows[index].append(value)
+        rows, order[:] = sorted_into(region.rows, [*arrays, *states], kinds)
         count[:] = [len(arrays)]
         return rows
 
@@ -89,6 +91,23 @@ def through_region(
     specs = [region.rows[row].spec for row, _ in order]
     arrays = zip(values[: count[0]], specs, strict=False)
     return [leave(x, spec, region.dp, leaves) for x, spec in arrays], values[count[0] :]
+
+
+def sorted_into(
+    rows: Sequence[Row], values: Iterable[Any], kinds: Iterable[Row]
+) -> tuple[regions.Rows, list[tuple[int, int]]]:
+    """Sort values by how they leave a region.
+
+    Returns:
+        One list for each of `rows`, and for each value the list and the place in it where it is.
+    """
+    found: regions.Rows = tuple([] for _ in rows)
+    order = []
+    for value, kind in zip(values, kinds, strict=True):
+        index = rows.index(kind)
+        order.append((index, len(found[index])))
+        found[index].append(value)
+    return found, order
 
 
 _ARRAY = object()

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-__all__ = ["AllGather", "Comm", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter"]
+__all__ = [
+    "AllGather",
+    "Comm",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "Message",
+    "ReduceScatter",
+]
 
 Group = tuple[str, ...]
+
+
+class Message(NamedTuple):
+    """One collective of a `Comm`, for one leaf: see `Comm.wire`.
+
+    Attributes:
+        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute" or
+            "collective-broadcast".
+        dtype: what travels, as a name or anything else that `jnp.dtype` takes.
+        axes: the mesh axes that it runs over.
+        bytes: bytes that one device receives.
+    """
+
+    kind: str
+    dtype: Any
+    axes: Group
+    bytes: float
 
 
 class Comm(abc.ABC):
     """Base class of the collectives that `jfsdp.shard` accepts.
 
     A collective is called while the program is traced, once for each sharded leaf, inside the
-    per-device view: `jax.lax` collectives over the axes of its `group` are available.
+    per-device view: `jax.lax` collectives over the axes of its `group` are available. It is part of the
+    module's structure, which jit hashes: two that compare equal share a compiled program. An exception
+    that it raises gets a note with the leaf's path.
     """
 
     @abc.abstractmethod
@@ -35,6 +61,22 @@ class Comm(abc.ABC):
             A `jax.ShapeDtypeStruct`. jfsdp checks the collective's result against it.
         """
         return jax.ShapeDtypeStruct(tuple(size), dtype)
+
+    def wire(
+        self, size: Sequence[int], *, dtype: Any, group: Mapping[str, int]
+    ) -> Sequence[Message] | None:
+        """State what one call communicates, so that `jfsdp.inspect` can hold the program to it.
+
+        Args:
+            size: shape of the result, as `allocate` gets it.
+            dtype: dtype of the result.
+            group: the mesh axes of the call and their sizes, the first varying slowest.
+
+        Returns:
+            One `Message` for each collective. None, the default: nothing is stated. `Report.check` then
+            lets pass whatever the collective does with its leaves.
+        """
+        return None
 
 
 class AllGather(Comm):
@@ -107,7 +149,7 @@ class DefaultAllGather(AllGather):
         async_op: bool = False,
     ) -> jax.Array:
         """Gather on dimension 0. Raises ValueError for `async_op=True`."""
-        _refuse_async(self, async_op)
+        refuse_async(self, async_op)
         return jax.lax.all_gather(input_tensor, group, axis=0, tiled=True)
 
 
@@ -127,16 +169,22 @@ class DefaultReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> jax.Array:
         """Reduce and scatter on dimension 0. Raises ValueError for another `op` or `async_op=True`."""
-        _refuse_async(self, async_op)
-        if op not in ("sum", "avg"):
-            raise ValueError(f"{type(self).__name__}: op must be 'sum' or 'avg', got {op!r}.")
+        refuse_async(self, async_op)
+        refuse_op(self, op)
         scattered = jax.lax.psum_scatter(input_tensor, group, scatter_dimension=0, tiled=True)
         return scattered / jax.lax.axis_size(group) if op == "avg" else scattered
 
 
-def _refuse_async(comm: Comm, async_op: bool) -> None:
+def refuse_async(comm: Comm, async_op: bool) -> None:
+    """Raise ValueError for `async_op=True`."""
     if async_op:
         raise ValueError(
             f"{type(comm).__name__}: async_op=True has no meaning in a compiled program; XLA "
             "schedules the collective. Leave it False."
         )
+
+
+def refuse_op(comm: Comm, op: str) -> None:
+    """Raise ValueError for another reduction than "sum" and "avg"."""
+    if op not in ("sum", "avg"):
+        raise ValueError(f"{type(comm).__name__}: op must be 'sum' or 'avg', got {op!r}.")

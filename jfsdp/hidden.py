@@ -22,8 +22,8 @@ class _Sharded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return self.placement.shape
+        """Shape of the whole parameter, as its own unit sees it."""
+        return self.placement.whole_shape
 
     @property
     def ndim(self) -> int:
@@ -70,10 +70,20 @@ class _Sharded:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shard(_Sharded):
-    """What a sharded parameter holds inside a region while its unit is not being called."""
+    """What a sharded parameter holds inside a region while its unit is not being called.
+
+    Attributes:
+        array: this device's shard.
+        placement: where the whole parameter lies.
+        whole_gradient: where the gradient of the whole weight goes, unreduced: an array of the weight's shape
+            whose values nobody reads. None: it is reduced and goes to `array`.
+        partial: whether that reduction stops at the scatter. Then `array` is of the dtype to accumulate in.
+    """
 
     array: jax.Array
     placement: Placement = dataclasses.field(metadata={"static": True})
+    whole_gradient: jax.Array | None = None
+    partial: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_static

@@ -10,10 +10,11 @@ from typing import Any
 
 from flax import linen as nn
 
+from jfsdp.ignored import Ignored
 from jfsdp.linen_call import call_module
 from jfsdp.linen_init import describe_state, initialize
 from jfsdp.linen_plan import FSDPModule, Settings, attributes
-from jfsdp.units import matcher
+from jfsdp.selectors import matcher
 
 __all__ = ["describe_state", "shard_module", "unsharded_module"]
 
@@ -24,6 +25,7 @@ def shard_module(module: Any, settings: Settings) -> Any:
     Raises: see `jfsdp.shard`.
     """
     matcher(settings.units)  # refuses what selects nothing it could
+    Ignored(settings.ignored_params)  # likewise
     if isinstance(module, type):
         _refuse_twice(module, module.__name__)
         return _unit_class(module, settings)

@@ -21,12 +21,20 @@ from jfsdp.layout import axes_of_entry
 from jfsdp.linen_discovery import discover_alone, is_transformed
 from jfsdp.linen_init import initialize_inside
 from jfsdp.linen_lift import LiftedCall
-from jfsdp.linen_plan import PARAMS, ModulePlan, Names, Settings, named_leaves
+from jfsdp.linen_plan import (
+    PARAMS,
+    ModulePlan,
+    Names,
+    Settings,
+    named_leaves,
+    own_parts_explained,
+    record,
+)
 from jfsdp.linen_region import call_in_region
 from jfsdp.linen_unit import call_auto, call_here
 from jfsdp.units import Unit
 
-__all__ = ["call_module"]
+__all__ = ["call_module", "called_in_a_region"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +58,37 @@ class _Frame:
 _frame: contextvars.ContextVar[_Frame | None] = contextvars.ContextVar("frame", default=None)
 
 
+_region_of_the_loss: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "region_of_the_loss", default=()
+)
+
+
 @contextlib.contextmanager
-def _in(frame: _Frame) -> Iterator[None]:
-    token = _frame.set(frame)
+def called_in_a_region(axes: tuple[str, ...]) -> Iterator[None]:
+    """While a loss is traced in a region of ours that was opened round it: its axes."""
+    token = _region_of_the_loss.set(axes)
     try:
         yield
+    finally:
+        _region_of_the_loss.reset(token)
+
+
+@contextlib.contextmanager
+def _in(frame: _Frame) -> Iterator[None]:
+    """Inside a unit's forward, where the units below are called as such.
+
+    Entered whenever jax traces the forward: that of what a `jax.jit` of the user's calls once more when the
+    call itself is over, to differentiate it.
+    """
+    units_below = (
+        nn.intercept_methods(_call_units_inside)
+        if _frame.get() is None
+        else contextlib.nullcontext()
+    )
+    token = _frame.set(frame)
+    try:
+        with units_below:
+            yield
     finally:
         _frame.reset(token)
 
@@ -79,9 +113,9 @@ def call_module(module: Any, function: Callable[..., Any], args: tuple, kwargs: 
             return function(module, *args, **kwargs)
         return _call_unit(module, function, args, kwargs, unit, frame)
     plan = _plan_of(module, function, args, kwargs)
+    record(plan)
     unit = plan.units[module.path]
-    with nn.intercept_methods(_call_units_inside):
-        return _call_unit(module, function, args, kwargs, unit, _Frame(plan))
+    return _call_unit(module, function, args, kwargs, unit, _Frame(plan))
 
 
 def _call_units_inside(next_fun: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
@@ -133,7 +167,7 @@ def _plan_of(module: Any, function: Callable, args: tuple, kwargs: dict) -> Modu
     settings: Settings = module.jfsdp
     whole = not regions.in_per_device_view(settings.unit.dp, _name(module, function))
     present = module.scope.variables().get(PARAMS, {})
-    shapes = {path: tuple(leaf.shape) for path, leaf in named_leaves(present)}
+    shapes = {path: _shape(leaf) for path, leaf in named_leaves(present)}
     for plan in settings.plans_of(module):
         if plan.covers(shapes, whole):
             return plan.under(module.path)
@@ -141,6 +175,10 @@ def _plan_of(module: Any, function: Callable, args: tuple, kwargs: dict) -> Modu
     settings.keep(module, plan)
     _check_shapes(_name(module, function), plan, shapes, whole)
     return plan.under(module.path)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple((leaf.array if isinstance(leaf, Shard) else leaf).shape)
 
 
 def _check_shapes(
@@ -227,9 +265,11 @@ def _lifted(
     inside = dataclasses.replace(frame, active=frame.active | {module.path})
     if not per_device and not by_xla:
         inside = dataclasses.replace(inside, manual=unit.dp.axes, statistics=set())
+    elif is_root and per_device:
+        inside = dataclasses.replace(inside, manual=_region_of_the_loss.get())
 
     def within(scopes: list[Any], *args: Any, **kwargs: Any) -> Any:
-        with _in(inside), _rules_without(inside.manual):
+        with _in(inside), _rules_without(inside.manual), own_parts_explained(frame.plan):
             result = core(scopes, *args, **kwargs)
         if captured:
             _forget(module.path, function, scopes)

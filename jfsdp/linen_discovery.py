@@ -7,19 +7,22 @@ costs a trace and no memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta
 from jax.sharding import PartitionSpec
 
+from jfsdp.ignored import Ignored
 from jfsdp.layout import spec_of
 from jfsdp.linen_plan import PARAMS, FSDPModule, ModulePlan, Names, Settings, boxed_leaves, unboxed
+from jfsdp.linen_track import Track, axes_of, tracked
 from jfsdp.placement import Placement, place
-from jfsdp.units import Unit, is_array, matcher
+from jfsdp.selectors import matcher
+from jfsdp.units import Unit, is_array
 
 __all__ = ["discover", "discover_alone", "is_transformed"]
 
@@ -68,7 +71,8 @@ def discover(
     result, variables = jax.eval_shape(run, described)
     found.check_selectors(module)
     plan = found.plan(variables.get(PARAMS, {}), module.jfsdp)
-    is_track = lambda x: isinstance(x, _Track)  # noqa: E731
+    found.check_ignored(plan)
+    is_track = lambda x: isinstance(x, Track)  # noqa: E731
     variables = jax.tree.map(lambda x: x.value if is_track(x) else x, variables, is_leaf=is_track)
     return plan, (result, variables)
 
@@ -90,64 +94,13 @@ def _described(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=weak)
 
 
-# Flax tells boxes, and nobody else, which axis nn.scan and nn.vmap stack a parameter along.
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class _Track(meta.AxisMetadata[Any]):
-    """Round a parameter, and round the user's own box, while a module is initialized abstractly."""
-
-    value: Any
-    axes: tuple[int, ...] = ()
-    """The axes along which it was stacked so far, first the innermost."""
-
-    def unbox(self) -> Any:
-        return self.value
-
-    def replace_boxed(self, val: Any) -> _Track:
-        return dataclasses.replace(self, value=val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> _Track:
-        return _Track(meta.add_axis(self.value, index, params), (*self.axes, index))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> _Track:
-        return _Track(meta.remove_axis(self.value, index, params), self.axes[:-1])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(unboxed(self), name)
-
-    def __jax_array__(self) -> Any:
-        return unboxed(self)
-
-    def tree_flatten_with_keys(self) -> Any:
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), self.axes
-
-    @classmethod
-    def tree_unflatten(cls, axes: Any, children: Any) -> _Track:
-        return cls(children[0], axes)
-
-
-def _as_the_array(name: str) -> Callable[..., Any]:
-    def method(self: _Track, *args: Any) -> Any:
-        return getattr(unboxed(self), name)(*args)
-
-    return method
-
-
-# Modules may read parameters of others as arrays while this is round them.
-for _name in (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv"),
-    *("pow", "rpow", "neg", "pos", "abs", "getitem", "len", "iter", "lt", "le", "gt", "ge"),
-):
-    setattr(_Track, f"__{_name}__", _as_the_array(f"__{_name}__"))
-
-
 class _Found:
     """What the interceptor of an abstract initialization writes down."""
 
     def __init__(self, settings: Settings):
-        self.settings = settings
+        self.settings: dict[Names, tuple[Settings, Ignored]] = {
+            (): (settings, Ignored(settings.ignored_params))
+        }
         self.selectors = {(): (matcher(settings.units), settings)}
         self.matched: set[int] = set()
         self.units: dict[Names, Unit] = {(): settings.unit}
@@ -161,6 +114,9 @@ class _Found:
         """The interceptor: the call, and afterwards a look at the parameters it has made."""
         module: nn.Module = context.module
         before = self.selectors
+        if isinstance(module, FSDPModule) and module.path not in self.settings:
+            ignored = Ignored(module.jfsdp.ignored_params)
+            self.settings[module.path] = (module.jfsdp, ignored)
         if isinstance(module, FSDPModule) and module.path not in self.selectors:
             inner = {module.path: (matcher(module.jfsdp.units), module.jfsdp)}
             self.selectors = {**self.selectors, **inner}
@@ -183,10 +139,10 @@ class _Found:
         params = dict(module.scope.variables().get(PARAMS, {}))
         if module.scope.is_mutable_collection(PARAMS) and not self.walked:
             for name, value in params.items():
-                if any(not isinstance(leaf, _Track) for _, leaf in boxed_leaves({name: value})):
-                    module.scope.put_variable(PARAMS, name, _tracked(value))
+                if any(not isinstance(leaf, Track) for _, leaf in boxed_leaves({name: value})):
+                    module.scope.put_variable(PARAMS, name, tracked(value))
         for below, leaf in boxed_leaves(module.scope.variables().get(PARAMS, {})):
-            full, stacked = (*path, *below), len(_axes(leaf))
+            full, stacked = (*path, *below), len(axes_of(leaf))
             self.exits.setdefault(full, {}).setdefault(path, stacked)
             if path in self.units and not is_transformed(module):
                 self.claims.setdefault(full, (path, stacked))
@@ -219,7 +175,7 @@ class _Found:
             )
 
     def plan(self, params: Any, settings: Settings) -> ModulePlan:
-        tracks = {path: _tracked(leaf) for path, leaf in boxed_leaves(params)}
+        tracks = {path: tracked(leaf) for path, leaf in boxed_leaves(params)}
         for path, track in tracks.items():
             self.claims.setdefault(path, ((), len(track.axes)))
             self._claim_inside_the_loop(path, settings)
@@ -242,7 +198,7 @@ class _Found:
         self.claims[path] = (body, inside[body])
 
     def _placement(
-        self, path: Names, track: _Track, stacked: tuple[int, ...], unit: Unit
+        self, path: Names, track: Track, stacked: tuple[int, ...], unit: Unit
     ) -> Placement:
         name = ".".join(path)
         value = unboxed(track.value)
@@ -251,25 +207,41 @@ class _Found:
                 f"{name} (shape {tuple(value.shape)}) is stacked by two transforms (nn.scan, nn.vmap) round "
                 "its unit. Make the module that holds the inner one the unit: units=..."
             )
-        fn = self.settings.shard_placement_fn
-        return place(
+        asked, ignored = self._asked(path, value)
+        placement = place(
             name,
             value,
             unit.dp,
             own_spec=_own_spec(track.value),
             stacked_axis=stacked[0] % len(value.shape) if stacked else None,
-            asked=fn(name, value) if fn else None,
+            asked=asked,
+            ignored=ignored,
+            auto=unit.partitioning == "auto",
         )
+        override = unit.mp_policy.override(name, value)
+        return dataclasses.replace(placement, param_dtype=override)
 
+    def _asked(self, path: Names, value: Any) -> tuple[Any, bool]:
+        """What the innermost `shard_placement_fn` says of a parameter, and whether it is left alone.
 
-def _tracked(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _tracked(inner) for name, inner in value.items()}
-    return value if isinstance(value, _Track) else _Track(value)
+        Each `shard` call round the parameter speaks of its path below that call's module.
+        """
+        ask: Callable[[], Any] = lambda: None  # noqa: E731
+        for at in sorted((at for at in self.settings if path[: len(at)] == at), key=len):
+            settings, ignored = self.settings[at]
+            below = ".".join(path[len(at) :])
+            if ignored.selects(below, value):
+                return None, True
+            if settings.shard_placement_fn is not None:
+                ask = functools.partial(settings.shard_placement_fn, below, value)
+        return ask(), False
 
-
-def _axes(leaf: Any) -> tuple[int, ...]:
-    return leaf.axes if isinstance(leaf, _Track) else ()
+    def check_ignored(self, plan: ModulePlan) -> None:
+        """Check that each glob of `ignored_params` has selected a parameter."""
+        for at, (_, ignored) in self.settings.items():
+            paths = [".".join(p[len(at) :]) for p in plan.placements if p[: len(at)] == at]
+            kind = self.modules.get(at)  # not known of a module of which only a part is called
+            ignored.check("module" if kind is None else kind.__name__, paths)
 
 
 def _own_class(module: nn.Module) -> type:

@@ -108,7 +108,7 @@ def _local_parts(variables: Any, plan: ModulePlan, dp: DataParallelMesh) -> Any:
         collection, names = _names(path)
         if collection != PARAMS:
             return value
-        for dim, axes in plan.placements[names].dims:
+        for dim, axes in plan.placements[names].split:
             size = value.shape[dim] // dp.size_of(axes)
             index = jax.lax.axis_index(axes)
             value = jax.lax.dynamic_slice_in_dim(value, index * size, size, dim)

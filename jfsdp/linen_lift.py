@@ -13,7 +13,7 @@ from jfsdp.hidden import Shard
 from jfsdp.linen_plan import ModulePlan, Names, unboxed
 from jfsdp.units import is_array
 
-__all__ = ["Arrays", "LiftedCall"]
+__all__ = ["Arrays", "LiftedCall", "is_box"]
 
 Arrays = tuple[list[Any], list[Any]]
 """The arrays of a call's result, and those of the variables that it has written."""
@@ -25,7 +25,7 @@ class LiftedCall:
     Attributes:
         leaves: the arrays.
         places: where each stands in (variables, keys, args, kwargs).
-        hidden: whether a unit outside has hidden it: the shard of a unit that is not being called.
+        hidden: as what a unit outside has hidden it: the shard of a unit that is not being called; or None.
         result: after `run`, what the call returned.
         written_paths: after `run`, the collections and paths of the variables that it wrote.
     """
@@ -51,7 +51,9 @@ class LiftedCall:
         self.leaves = [x for _, x in flat if is_array(x)]
         self.places = [path for path, x in flat if is_array(x)]
         arrays = zip(held, flat, strict=True)
-        self.hidden = [isinstance(x, Shard) for (_, x), (_, array) in arrays if is_array(array)]
+        self.hidden = [
+            x if isinstance(x, Shard) else None for (_, x), (_, array) in arrays if is_array(array)
+        ]
         self._names: list[str] | None = None
         self._positional = len(tree[2])
 
@@ -141,20 +143,21 @@ def _outermost(scopes: list[Any]) -> list[Any]:
 
 
 def _holds_an_array(value: Any) -> bool:
-    return _is_box(value) or isinstance(value, Shard)
+    return is_box(value) or isinstance(value, Shard)
 
 
 def _array(value: Any) -> Any:
     return value.array if isinstance(value, Shard) else unboxed(value)
 
 
-def _is_box(value: Any) -> bool:
+def is_box(value: Any) -> bool:
+    """Whether a value is a box of Flax round a variable."""
     return isinstance(value, meta.AxisMetadata)
 
 
 def _boxes(groups: Any) -> dict[str, Any]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(groups, is_leaf=_is_box)
-    return {jax.tree_util.keystr(path): box for path, box in flat if _is_box(box)}
+    flat, _ = jax.tree_util.tree_flatten_with_path(groups, is_leaf=is_box)
+    return {jax.tree_util.keystr(path): box for path, box in flat if is_box(box)}
 
 
 def _boxed(tree: Any, boxes: dict[str, Any]) -> Any:

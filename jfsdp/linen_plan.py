@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax.core import meta
+from flax.errors import ScopeParamShapeError
 from jax.sharding import PartitionSpec
 
 from jfsdp.placement import Placement
@@ -28,6 +29,7 @@ __all__ = [
     "kind_of_argument",
     "module_in",
     "named_leaves",
+    "own_parts_explained",
     "plan_of",
     "record",
     "recording",
@@ -60,12 +62,14 @@ class Settings:
         unit: the settings of the module itself.
         units: which modules inside become units of their own, as `jfsdp.shard` takes it.
         shard_placement_fn: as `jfsdp.shard` takes it.
+        ignored_params: likewise.
         found: plans of earlier calls, each with the attributes of the module that it is of.
     """
 
     unit: Unit
     units: Any = ()
-    shard_placement_fn: Callable[[str, Any], int | None] | None = None
+    shard_placement_fn: Callable[[str, Any], Any] | None = None
+    ignored_params: Any = None
     found: list[tuple[dict[str, Any], ModulePlan]] = dataclasses.field(
         default_factory=list, compare=False, repr=False
     )
@@ -132,9 +136,8 @@ class ModulePlan:
 
     def local_shape(self, path: Names) -> tuple[int, ...]:
         """Shape of one device's shard of a parameter, in the per-device view over the data-parallel axes."""
-        placement = self.placements[path]
-        axes_of, dp = dict(placement.dims), self.units[self.owners[path]].dp
-        return tuple(n // dp.size_of(axes_of.get(dim, ())) for dim, n in enumerate(placement.shape))
+        placement, dp = self.placements[path], self.units[self.owners[path]].dp
+        return placement.part_at_rank(len(placement.shape), dp)
 
     def rows(self) -> list[tuple[PlanRow, Unit, Placement, bool]]:
         """For each parameter its row, its unit, where it lies, and whether the unit is the outermost."""
@@ -148,6 +151,28 @@ class ModulePlan:
             )
             rows.append((row, unit, placement, owner == root))
         return rows
+
+
+@contextlib.contextmanager
+def own_parts_explained(plan: ModulePlan) -> Iterator[None]:
+    """Say how a module reads a parameter that stays split, where Flax finds another shape than it makes."""
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        split = [(".".join(path), p) for path, p in plan.placements.items() if p.local]
+        if not split:
+            raise
+        path, placement = split[0]
+        name = path.rpartition(".")[2]
+        raise ValueError(
+            f"{path} (shape {placement.shape}) stays split in the forward, where a device has its own part "
+            f"of shape {placement.whole_shape}, but Flax's self.param wants the shape that it would make. "
+            "Read it with\n"
+            f'  if self.has_variable("params", "{name}"):\n'
+            f'      {name} = nn.unbox(self.get_variable("params", "{name}"))\n'
+            "  else:\n"
+            f'      {name} = self.param("{name}", ...)'
+        ) from error
 
 
 def unboxed(value: Any) -> Any:

@@ -58,7 +58,12 @@ def call_in_region(
         ]
         return arrays, written, kinds
 
-    return call.finish(*through_region(body, call.leaves, region))
+    placements = [plan.placements.get(call.parameter(place) or ()) for place in call.places]
+    entering = [
+        x if placement is None else placement.tied(x, dp)
+        for x, placement in zip(call.leaves, placements, strict=True)
+    ]
+    return call.finish(*through_region(body, entering, region))
 
 
 def _leaf_specs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,32 +40,44 @@ def call_here(
         is_root: whether it is the outermost unit.
     """
     # Outside of all units everything is a shard, inside only what is hidden: the rest is gathered already.
-    shards = [
-        (names, plan.placements[names]) if names and (is_root or hidden) else None
-        for names, hidden in zip(map(call.parameter, call.places), call.hidden, strict=True)
-    ]
+    shards: list[tuple[Names, Shard] | None] = []
+    for place, leaf, hidden in zip(call.places, leaves, call.hidden, strict=True):
+        names = call.parameter(place)
+        if names and hidden is not None:
+            shards.append((names, hidden))
+        else:
+            shards.append(
+                (names, Shard(leaf, plan.placements[names])) if names and is_root else None
+            )
+    unreduced = [None if found is None else found[1].whole_gradient for found in shards]
 
-    def whole(index: int, leaf: Any) -> Any:
-        found = shards[index]
+    def whole(leaf: Any, found: tuple[Names, Shard] | None, whole_gradient: Any) -> Any:
         if found is None:
             return leaf
-        names, placement = found
+        names, shard = found
         if plan.owners[names] != path:
-            return Shard(leaf, placement)
-        return unshard(leaf, unit.gathering(placement, leaf))
+            return dataclasses.replace(shard, array=leaf, whole_gradient=whole_gradient)
+        how = unit.gathering(shard.placement, leaf, partial=shard.partial)
+        return unshard(leaf, how, whole_gradient)
 
-    body = run = _body(call, unit, whole, lambda tree: tree)
+    def wholes(values: Sequence[Any]) -> list[Any]:
+        further = iter(values[len(shards) :])
+        gradients = [None if x is None else next(further) for x in unreduced]
+        return list(map(whole, values[: len(shards)], shards, gradients))
+
+    body = run = _body(call, unit, wholes, lambda tree: tree)
     own = [
-        (leaf, found[1])
+        dataclasses.replace(found[1], array=leaf)
         for leaf, found in zip(leaves, shards, strict=True)
         if found is not None and plan.owners[found[0]] == path
     ]
-    types, wholes = _gathered_types(own, unit)
+    types, whole_types = _gathered_types(own, unit)
     if types and unit.reshards(is_root):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(types, wholes)
+            lambda leaves: regions.call_here(body, leaves),
+            policy=refuse_gathered(types, whole_types),
         )
-    arrays, written = run(list(leaves))
+    arrays, written = run([*leaves, *(x for x in unreduced if x is not None)])
     return arrays, written
 
 
@@ -72,14 +85,16 @@ def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_ro
     """Call a unit in the global view with casts and sharding constraints; XLA communicates."""
     placements = [owned.get(call.parameter(place) or ()) for place in call.places]
 
-    def whole(index: int, leaf: Any) -> Any:
-        placement = placements[index]
-        return leaf if placement is None else auto.whole(leaf, placement, unit)
+    def wholes(leaves: Sequence[Any]) -> list[Any]:
+        return [
+            leaf if placement is None else auto.whole(leaf, placement, unit)
+            for leaf, placement in zip(leaves, placements, strict=True)
+        ]
 
     def pin(tree: Any) -> Any:
         return auto.pin_batch(tree, unit.dp, lambda leaf: False)
 
-    body = _body(call, unit, whole, pin)
+    body = _body(call, unit, wholes, pin)
     both = zip(call.leaves, placements, strict=True)
     parameters = [(leaf, placement) for leaf, placement in both if placement is not None]
     if any(placement.dims for _, placement in parameters) and unit.reshards(is_root):
@@ -90,9 +105,12 @@ def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_ro
 
 
 def _body(
-    call: LiftedCall, unit: Unit, whole: Callable[[int, Any], Any], pin: Callable[[Any], Any]
+    call: LiftedCall,
+    unit: Unit,
+    wholes: Callable[[Sequence[Any]], list[Any]],
+    pin: Callable[[Any], Any],
 ) -> regions.Body:
-    """The forward with casts, as a function of arrays."""
+    """The forward with casts, as a function of arrays, of which `wholes` makes whole weights."""
     policy = unit.mp_policy
 
     def cast(arguments: Any) -> Any:
@@ -101,24 +119,19 @@ def _body(
         return pin(arguments)
 
     def body(leaves: Sequence[Any]) -> regions.Rows:
-        values = [whole(index, leaf) for index, leaf in enumerate(leaves)]
-        return call.run(values, cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
+        return call.run(wholes(leaves), cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
 
     return body
 
 
-def _gathered_types(
-    parameters: Sequence[tuple[Any, Placement]], unit: Unit
-) -> tuple[list[Any], list[Any]]:
-    """The shards that a call will gather, and the shapes and dtypes they will have then."""
+def _gathered_types(parameters: Sequence[Shard], unit: Unit) -> tuple[list[Any], list[Any]]:
+    """Types of what a call's gathers take, and of the whole weights that come out."""
     shards, wholes = [], []
-    for shard, placement in parameters:
-        how = unit.gathering(placement, shard)
-        if not how.dims:
-            continue
-        shape = list(shard.shape)
-        for dim, axes in how.dims:
-            shape[dim] *= unit.dp.size_of(axes)
-        shards.append(shard)
-        wholes.append(jax.ShapeDtypeStruct(tuple(shape), how.param_dtype))
+    for hidden in parameters:
+        shard = hidden.array
+        how = unit.gathering(hidden.placement, shard, partial=hidden.partial)
+        if how.dims:
+            *taken, whole = unit.gathered_types(how, shard)
+            shards += taken
+            wholes.append(whole)
     return shards, wholes

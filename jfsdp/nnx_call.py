@@ -69,10 +69,16 @@ class Call:
             for path, v in before.items()
             if v.get_raw_value() is not values[path] and not _leaves_as_it_came(v)
         }
+        self.changed_paths = list(changed)
         self._changed = {p: jax.tree.structure(v.get_raw_value()) for p, v in changed.items()}
         return self.result.arrays, [
             (v, x) for v in changed.values() for x in jax.tree.leaves(v.get_raw_value())
         ]
+
+    def numbered(self) -> tuple[Any, tuple, dict[str, Any]]:
+        """The module, args and kwargs with the index of each array in `leaves` in its place."""
+        numbers = jax.tree.unflatten(self._treedef, range(len(self.leaves)))
+        return nnx.merge(self.graphdef, numbers)
 
     def finish(self, arrays: Sequence[Any], states: Sequence[Any]) -> Any:
         """Write changed state to the caller's own Variables and rebuild the result."""
@@ -141,8 +147,8 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
         for variable in owned(module).values():
             value = variable.get_raw_value()
             if isinstance(value, Shard):
-                how = unit.gathering(value.placement, value.array)
-                variable.set_raw_value(unshard(value.array, how))
+                how = unit.gathering(value.placement, value.array, partial=value.partial)
+                variable.set_raw_value(unshard(value.array, how, value.whole_gradient))
 
     body = run = _body(call, unit, prepare, lambda tree: tree)
     shards, wholes = _gathered_types(call, unit, outermost)
@@ -205,18 +211,16 @@ def _hide_shards(tree: Any, unit: Unit) -> None:
         if placement is None:
             continue
         shard = variable.get_raw_value()
-        dims = placement.dims_at_rank(shard.ndim)
-        expected = list(placement.shape)
-        if shard.ndim < len(expected) and placement.stacked_axis is not None:
-            del expected[placement.stacked_axis]
-        for dim, axes in dims:
-            expected[dim] //= unit.dp.size_of(axes)
-        if any(shard.shape[dim] != expected[dim] for dim, _ in dims):
+        if isinstance(shard, Shard):
+            continue
+        expected = placement.part_at_rank(shard.ndim, unit.dp)
+        if any(shard.shape[dim] != expected[dim] for dim in placement.telling_at_rank(shard.ndim)):
             raise ValueError(
                 f"{placement.path}: sharded with shape {placement.shape}, so that a device's shard is "
-                f"{tuple(expected)}, but this call sees {shard.shape}. Either it was set to another shape "
+                f"{expected}, but this call sees {shard.shape}. Either it was set to another shape "
                 "after jfsdp.shard, or your own shard_map closes over the model: pass the model's state "
-                "through its in_specs."
+                "through its in_specs"
+                + (", what is in ignored_params whole." if placement.ignored else ".")
             )
         variable.set_raw_value(Shard(shard, placement))
 
@@ -236,18 +240,17 @@ def _refuse_strangers(caller: str, module: Any) -> None:
 
 
 def _gathered_types(call: Call, unit: Unit, outermost: bool) -> tuple[list[Any], list[Any]]:
-    """The shards that this call will gather, and the shapes and dtypes they will have then."""
+    """Types of what this call's gathers take, and of the whole weights that come out."""
     shards, wholes = [], []
     for variable in owned(call.objects[0]).values():
         value, placement = variable.get_raw_value(), placement_of(variable)
         if placement is None or not (outermost or isinstance(value, Shard)):
             continue
-        shard = value.array if isinstance(value, Shard) else value
-        how = unit.gathering(placement, shard)
-        shape = list(shard.shape)
-        for dim, axes in how.dims:
-            shape[dim] *= unit.dp.size_of(axes)
+        hidden = value if isinstance(value, Shard) else Shard(value, placement)
+        shard = hidden.array
+        how = unit.gathering(placement, shard, partial=hidden.partial)
         if how.dims:
-            shards.append(shard)
-            wholes.append(jax.ShapeDtypeStruct(tuple(shape), how.param_dtype))
+            *taken, whole = unit.gathered_types(how, shard)
+            shards += taken
+            wholes.append(whole)
     return shards, wholes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,12 @@ from jfsdp import region as regions
 from jfsdp.auto import is_auto
 from jfsdp.borders import Row, fold_key, input_specs, is_key, output_rows, row_of_output
 from jfsdp.calls import argument_names, check_argument_names, key_name, through_region
+from jfsdp.mesh import DataParallelMesh
 from jfsdp.nnx_call import Call, call_auto, call_here, called_by_a_unit
 from jfsdp.nnx_tree import check_axes, placement_of, unit_of, walk
 from jfsdp.units import Unit
 
-__all__ = ["call_unit"]
+__all__ = ["arguments", "call_unit", "leaf_specs", "row_of_state", "statistics_over"]
 
 
 def call_unit(module: Any, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -40,17 +41,16 @@ def call_in_region(call: Call, unit: Unit) -> Any:
         getattr(type(call.objects[0]), name) for name in type(call.objects[0])._jfsdp_methods
     ]
     check_argument_names(call.name, methods, call.objects[2], unit.in_specs)
-    specs, reduced, keys, local_batch = _leaf_specs(call, unit)
+    inputs = arguments(call)
+    given, local_batch = input_specs(call.name, list(inputs.values()), dp, dict(unit.in_specs))
+    specs, reduced, keys = leaf_specs(call, unit, dict(zip(inputs, given, strict=True)))
     asked = (*(unit.out_specs[1] if unit.out_specs else ()), *dict(unit.state_specs).values())
     others = [spec for spec in asked if isinstance(spec, PartitionSpec)]
     region = regions.Region(dp, tuple(specs), tuple(reduced), output_rows(dp, others))
     global_statistics: set[int] = set()
 
     def prepare(module: Any, args: tuple, kwargs: dict) -> None:
-        for _, node in walk((module, args, kwargs)):
-            if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-                node.axis_name = dp.axes  # pyright: ignore[reportAttributeAccessIssue]
-                global_statistics.update((id(node.mean), id(node.var)))
+        global_statistics.update(statistics_over(dp.axes, (module, args, kwargs)))
 
     def invoke(module: Any, args: tuple, kwargs: dict) -> Any:
         try:
@@ -72,29 +72,64 @@ def call_in_region(call: Call, unit: Unit) -> Any:
             row_of_output(call.name, name, x, local_batch, dp, spec)
             for (name, x), spec in zip(arrays, wanted, strict=True)
         ]
-        kinds += [_row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
+        kinds += [row_of_state(call, v, unit, same=id(v) in global_statistics) for v, _ in states]
         return [x for _, x in arrays], [x for _, x in states], kinds
 
-    return call.finish(*through_region(body, call.leaves, region))
+    return call.finish(*through_region(body, _entering(call, dp), region))
 
 
-def _leaf_specs(
-    call: Call, unit: Unit
-) -> tuple[list[PartitionSpec], list[bool], list[bool], int | None]:
-    """For each leaf its spec, whether the unit reduces its gradient, whether it is a key to fold."""
+def _entering(call: Call, dp: DataParallelMesh) -> list[jax.Array]:
+    leaves = list(call.leaves)
+    for index, _, item in _items(call):
+        placement = placement_of(item) if isinstance(item, nnx.Variable) else None
+        if placement is not None:
+            leaves[index] = placement.tied(leaves[index], dp)
+    return leaves
+
+
+def statistics_over(axes: tuple[str, ...], tree: Any) -> set[int]:
+    """Let every BatchNorm take its statistics over these axes; the ids of the Variables that hold them."""
+    found: set[int] = set()
+    for _, node in walk(tree):
+        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+            node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
+            found.update((id(node.mean), id(node.var)))
+    return found
+
+
+def arguments(call: Call) -> dict[int, tuple[str, Any]]:
+    """The arrays among the arguments, each with its dotted name, by their index in `call.leaves`."""
+    names = argument_names(call.method, len(call.objects[1]))
+    return {
+        index: (_argument_path(names, path), leaf)
+        for index, path, leaf in _items(call)
+        if not isinstance(leaf, nnx.Variable) and key_name(path[0]) != 0
+    }
+
+
+def _items(call: Call) -> Iterator[tuple[int, Any, Any]]:
+    """The Variables and arrays of a call, each with the index of its first leaf and its path."""
     items, _ = jax.tree_util.tree_flatten_with_path(
         call.state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    names = argument_names(call.method, len(call.objects[1]))
-    inputs = {
-        index: (_argument_path(names, path), leaf)
-        for index, (path, leaf) in enumerate(items)
-        if not isinstance(leaf, nnx.Variable) and key_name(path[0]) != 0
-    }
-    given, local_batch = input_specs(call.name, list(inputs.values()), unit.dp, dict(unit.in_specs))
-    spec_of_input = dict(zip(inputs, given, strict=True))
+    index = 0
+    for path, item in items:
+        yield index, path, item
+        index += len(jax.tree.leaves(item))
+
+
+def leaf_specs(
+    call: Call, unit: Unit, inputs: Mapping[int, PartitionSpec]
+) -> tuple[list[PartitionSpec], list[bool], list[bool]]:
+    """For each leaf its spec, whether the unit reduces its gradient, whether it is a key to fold.
+
+    Args:
+        call: the call.
+        unit: the settings of the unit that is called.
+        inputs: how each of `arguments` enters.
+    """
     specs, reduced, keys = [], [], []
-    for index, (path, leaf) in enumerate(items):
+    for index, path, leaf in _items(call):
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         placement = placement_of(variable) if variable is not None else None
         if placement is not None:
@@ -102,14 +137,14 @@ def _leaf_specs(
         elif variable is not None:
             spec = _spec_of_state(call, path, variable, unit)
         else:
-            spec = spec_of_input.get(index, PartitionSpec())
+            spec = inputs.get(index, PartitionSpec())
         arrays = jax.tree.leaves(leaf)
         specs += [spec] * len(arrays)
         reduced += [placement is not None] * len(arrays)
         # A key that all devices share would give every shard the same dropout mask.
         folds = isinstance(variable, nnx.RngKey) or (index in inputs and is_key(leaf))
         keys += [folds and not any(spec)] * len(arrays)
-    return specs, reduced, keys, local_batch
+    return specs, reduced, keys
 
 
 def _argument_path(names: list[str], path: tuple) -> str:
@@ -139,7 +174,8 @@ def _spec_of_state(call: Call, path: tuple, variable: nnx.Variable, unit: Unit) 
     return asked or PartitionSpec()
 
 
-def _row_of_state(call: Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
+def row_of_state(call: Call, variable: nnx.Variable, unit: Unit, same: bool) -> Row:
+    """How a Variable that the call has changed leaves; `same` if every device has computed the same value."""
     asked = _state_spec(variable, unit)
     if asked is not None:
         return Row(asked)

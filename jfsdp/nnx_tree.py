@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "placement_of",
     "plan_rows",
     "unit_of",
+    "variables_of",
     "walk",
 ]
 
@@ -83,6 +85,11 @@ def walk(
                 yield from visit(child, (*path, name))
 
     return visit(root, ())
+
+
+def variables_of(root: Any) -> list[tuple[str, nnx.Variable]]:
+    """Every Variable of a pytree, each once, with its dotted path."""
+    return [(path, node) for path, node in walk(root) if isinstance(node, nnx.Variable)]
 
 
 def owned(module: nnx.Module) -> dict[str, nnx.Variable]:
@@ -151,19 +158,32 @@ def plan_rows(tree: Any) -> list[tuple[PlanRow, Unit, Placement, bool]]:
     ]
     roots = [path for path, _ in units if not any(_is_below(path, other) for other, _ in units)]
     cut = roots[0] if len(roots) == 1 else ""
+    members = [
+        (path.removeprefix(cut).lstrip("."), path, unit_of(node), node) for path, node in units
+    ]
     seen: set[int] = set()
-    for unit_path, node in units:
-        unit = unit_of(node)
+    for below, unit_path, unit, node in members:
         assert unit is not None
-        below = unit_path.removeprefix(cut).lstrip(".")
+        together = [b for b, p, u, _ in members if _one_group(unit, unit_path, u, p, roots)]
         for path, variable in owned(node).items():
             placement = placement_of(variable)
             if placement is None or id(variable) in seen:
                 continue
             seen.add(id(variable))
             row = plan_row(below, path, placement, unit.dp)
+            if together:
+                row = dataclasses.replace(row, unit=", ".join(together))
             rows.append((row, unit, placement, unit_path in roots))
     return rows
+
+
+def _one_group(
+    unit: Unit, path: str, other: Unit | None, other_path: str, roots: list[str]
+) -> bool:
+    """Whether two modules are one unit of one model; a copy of the model has units of its own."""
+    if unit.group is None or other is None or unit.group is not other.group:
+        return False
+    return all(_is_below(path, root) == _is_below(other_path, root) for root in roots)
 
 
 def _is_below(path: str, other: str) -> bool:

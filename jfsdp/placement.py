@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,17 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jfsdp.layout import TILE, Dims, axes_of_entry, named_sharding, to_spec
-from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
+from jfsdp.layout import Dims, lay, named_sharding, to_spec
+from jfsdp.mesh import AnyMesh, DataParallelMesh
+from jfsdp.placement_asked import by_answer, own_axes
+from jfsdp.placement_own import (
+    axes_in,
+    check_copies,
+    entries_of,
+    preset_dims,
+    quoted,
+    staying_split,
+)
+from jfsdp.placement_rule import Entries, Leaf, by_rule, check_divides
 
-__all__ = ["Placement", "place"]
+__all__ = ["IGNORED", "Placement", "place"]
 
-_FAR = 8
-_LARGE = 2**18
-"""Elements from which a parameter's shards are kept to whole tiles: 1 MiB in float32."""
-
-Entries = tuple[tuple[str, ...], ...]
-"""A PartitionSpec with one tuple of axis names for each dimension."""
+IGNORED = "ignored"
+"""The reason of parameters that `ignored_params` selects."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,33 +39,72 @@ class Placement:
         path: the parameter's path below the module that was sharded, for messages.
         shape: global shape.
         dtype: storage dtype.
+        whole_shape: shape that the forward sees: `shape`, or one device's part of it along `local`.
         entries: for each dimension the mesh axes it lies on, the user's own axes included.
         dims: the dimensions that jfsdp shards, with their shard axes: ((dim, axes), ...).
+        local: the dimensions that stay split while the unit is called, with those data-parallel axes: along
+            them each device has a parameter of its own, such as its experts.
+        others: the dimensions that lie on axes which are not data-parallel, with those axes.
         stacked_axis: the layer axis of a scanned stack, or None.
-        reason: why the parameter is replicated over the shard axes; "" if it is sharded.
+        reason: why the parameter is not sharded over its shard axes; "" if it is.
+        param_dtype: dtype of its gather and of the whole weight; None: the one that its unit's policy states.
     """
 
     path: str = dataclasses.field(compare=False)
     shape: tuple[int, ...]
     dtype: Any
+    whole_shape: tuple[int, ...]
     entries: Entries
-    dims: Dims
+    dims: Dims = ()
+    local: Dims = ()
+    others: Dims = ()
     stacked_axis: int | None = None
     reason: str = ""
+    param_dtype: Any = None
+
+    @property
+    def ignored(self) -> bool:
+        """Whether jfsdp leaves the parameter alone: it lies as its own spec says, and is never cast."""
+        return self.reason == IGNORED
 
     @property
     def spec(self) -> PartitionSpec:
         """The PartitionSpec of the parameter at rest."""
         return to_spec(self.entries)
 
+    @property
+    def split(self) -> Dims:
+        """The dimensions that a region over the data-parallel axes splits by itself."""
+        local, dims = dict(self.local), dict(self.dims)
+        return tuple((d, local.get(d, ()) + dims.get(d, ())) for d in sorted({*local, *dims}))
+
+    def copies(self, dp: DataParallelMesh) -> tuple[str, ...]:
+        """The data-parallel axes over which the gradient is summed whole: they hold copies of the shard."""
+        split = axes_in(self.split)
+        return tuple(axis for axis in dp.larger_than_one(dp.axes) if axis not in split)
+
     def manual_spec(self) -> PartitionSpec:
         """The part of the spec that a region over the data-parallel axes splits by itself."""
-        axes_of = dict(self.dims)
+        axes_of = dict(self.split)
         return to_spec([axes_of.get(dim, ()) for dim in range(len(self.shape))])
 
     def sharding(self, mesh: AnyMesh) -> NamedSharding:
         """The parameter's sharding at rest on `mesh`."""
         return named_sharding(mesh, self.spec, len(self.shape))
+
+    def at_rest_only(self, dp: DataParallelMesh) -> tuple[str, ...]:
+        """The data-parallel axes of a parameter left alone, over which it is gathered as it enters."""
+        lies = set(itertools.chain.from_iterable(self.entries)) if self.ignored else ()
+        return tuple(axis for axis in dp.mesh.axis_names if axis in lies and axis in dp.axes)
+
+    def tied(self, value: Any, dp: DataParallelMesh) -> Any:
+        """`value` on its way into a region, so that its gradient comes out where the parameter lies.
+
+        That of a parameter left alone would come out whole on every device.
+        """
+        if not self.at_rest_only(dp) or value.ndim != len(self.shape):
+            return value
+        return lay(value, self.sharding(dp.mesh))
 
     def shard_shape(self, mesh: AnyMesh) -> tuple[int, ...]:
         """Shape of one device's shard."""
@@ -90,17 +133,37 @@ class Placement:
         return self._at_rank(self.dims, ndim)
 
     def others_at_rank(self, ndim: int) -> Dims:
-        """The dimensions that lie on axes which are not data-parallel, in an array of `ndim` dimensions.
+        """`others`, moved to where they are in an array of `ndim` dimensions.
 
         Raises:
             ValueError: as `dims_at_rank`.
         """
-        own = {axis for _, axes in self.dims for axis in axes}
-        others = (
-            (dim, tuple(axis for axis in axes if axis not in own))
-            for dim, axes in enumerate(self.entries)
-        )
-        return self._at_rank(tuple((dim, axes) for dim, axes in others if axes), ndim)
+        return self._at_rank(self.others, ndim)
+
+    def part_at_rank(self, ndim: int, dp: DataParallelMesh) -> tuple[int, ...]:
+        """Shape of one device's part in the per-device view, of an array of `ndim` dimensions.
+
+        Raises:
+            ValueError: as `dims_at_rank`.
+        """
+        sizes = list(self.shape)
+        if ndim < len(sizes) and self.stacked_axis is not None:
+            del sizes[self.stacked_axis]
+        for dim, axes in self._at_rank(self.split, ndim):
+            sizes[dim] //= dp.size_of(axes)
+        return tuple(sizes)
+
+    def telling_at_rank(self, ndim: int) -> tuple[int, ...]:
+        """The dimensions of an array of `ndim` dimensions whose sizes tell if it is one device's part.
+
+        Raises:
+            ValueError: as `dims_at_rank`.
+        """
+        dims = self.split
+        if self.ignored:  # it enters whole, however it lies at rest
+            unclear = {self.stacked_axis, *dict(self.others)}
+            dims = tuple((d, axes) for d, axes in enumerate(self.entries) if d not in unclear)
+        return tuple(dim for dim, _ in self._at_rank(dims, ndim))
 
     def _at_rank(self, dims: Dims, ndim: int) -> Dims:
         if ndim == len(self.shape):
@@ -122,6 +185,8 @@ def place(
     own_spec: PartitionSpec | None = None,
     stacked_axis: int | None = None,
     asked: Any = None,
+    ignored: bool = False,
+    auto: bool = False,
 ) -> Placement:
     """Decide where a parameter lies.
 
@@ -138,55 +203,66 @@ def place(
         own_spec: the parameter's own PartitionSpec; its other axes are composed with, and shard axes
             in it are obeyed.
         stacked_axis: the layer axis of a scanned stack.
-        asked: the dimension that `shard_placement_fn` chose, negative from the end; None for the rule.
+        asked: what `shard_placement_fn` returned; None for the rule.
+        ignored: whether it lies as its own spec says, on data-parallel axes too, and `asked` is not heard.
+        auto: whether XLA places the collectives, so that no parameter can stay split in the forward.
 
     Raises:
-        TypeError: `asked` is no integer.
+        TypeError: `asked` is nothing that `shard_placement_fn` may return.
         ValueError: `asked` does not exist, does not divide, is the stacked axis, or holds another
-            axis; `own_spec` names an unknown axis, a replicate axis, or contradicts `asked`.
+            axis; it leaves out a data-parallel axis that `own_spec` does not name; `own_spec` names an
+            unknown axis, a replicate axis, or contradicts `asked`.
     """
     shape = tuple(leaf.shape)
-    own = _own_entries(path, shape, own_spec, dp)
     stacked_axis = _checked_stacked_axis(path, shape, stacked_axis)
-    dims, reason = _choose(path, shape, dp, own, stacked_axis, asked)
-    axes_of = dict(dims)
-    entries = tuple(
-        axes_of[dim] + tuple(axis for axis in own[dim] if axis not in axes_of[dim])
-        if dim in axes_of
-        else own[dim]
-        for dim in range(len(shape))
+    own = entries_of(path, shape, own_spec, dp)
+    if ignored:
+        alone = Leaf(path, shape, own, (), stacked_axis, dp)
+        for dim, axes in enumerate(own):
+            check_divides(alone, dim, axes, "its own PartitionSpec")
+        return _composed(alone, leaf.dtype, (), IGNORED)
+    where, own_dp = own_axes(path, asked, dp)
+    check_copies(path, own_spec, own, own_dp)
+    known = Leaf(path, shape, own, (), stacked_axis, own_dp)
+    local = staying_split(known, dp)
+    if local and auto:
+        raise ValueError(
+            f"{path}: its data-parallel axes leave out {quoted(axes_in(local))}, along which each device "
+            'would compute with its own part. With partitioning="auto" the forward sees whole arrays only: '
+            'use partitioning="manual".'
+        )
+    known = dataclasses.replace(known, local=local)
+    dims, reason = _choose(known, where, own_axes_given=own_dp is not dp)
+    return _composed(known, leaf.dtype, dims, reason)
+
+
+def _composed(leaf: Leaf, dtype: Any, dims: Dims, reason: str) -> Placement:
+    placed = {*axes_in(leaf.local), *axes_in(dims)}
+    local, ours = dict(leaf.local), dict(dims)
+    rest = [tuple(axis for axis in axes if axis not in placed) for axes in leaf.own]
+    theirs = [tuple(axis for axis in axes if axis not in leaf.dp.axes) for axes in rest]
+    return Placement(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=dtype,
+        whole_shape=tuple(
+            size // leaf.dp.size_of(local.get(dim, ())) for dim, size in enumerate(leaf.shape)
+        ),
+        entries=tuple(
+            local.get(dim, ()) + ours.get(dim, ()) + others for dim, others in enumerate(rest)
+        ),
+        dims=dims,
+        local=leaf.local,
+        others=tuple((dim, axes) for dim, axes in enumerate(theirs) if axes),
+        stacked_axis=leaf.stacked_axis,
+        reason=reason,
     )
-    return Placement(path, shape, leaf.dtype, entries, dims, stacked_axis, reason)
 
 
 def _itemsize(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return np.dtype(np.uint32).itemsize * 2
     return np.dtype(dtype).itemsize
-
-
-def _own_entries(
-    path: str, shape: tuple[int, ...], spec: PartitionSpec | None, dp: DataParallelMesh
-) -> Entries:
-    given = tuple(spec or ())
-    if len(given) > len(shape):
-        raise ValueError(
-            f"{path}: its PartitionSpec {spec} has {len(given)} entries but its shape {shape} has "
-            f"{len(shape)} dimensions."
-        )
-    entries = tuple(axes_of_entry(entry) for entry in given) + ((),) * (len(shape) - len(given))
-    for axis in itertools.chain(*entries):
-        if axis not in dp.mesh.axis_names:
-            raise ValueError(
-                f"{path}: its PartitionSpec {spec} names the axis {axis!r}, which the mesh does not "
-                f"have. Its axes: {describe_mesh(dp.mesh)}."
-            )
-        if axis in dp.replicate_axes:
-            raise ValueError(
-                f"{path}: its PartitionSpec {spec} uses {axis!r}, but DataParallelMeshDims says that "
-                "axis holds copies. Drop it from the parameter's spec, or make it a shard axis."
-            )
-    return tuple(dp.larger_than_one(axes) for axes in entries)
 
 
 def _checked_stacked_axis(path: str, shape: tuple[int, ...], axis: int | None) -> int | None:
@@ -200,161 +276,11 @@ def _checked_stacked_axis(path: str, shape: tuple[int, ...], axis: int | None) -
     return axis % len(shape)
 
 
-def _choose(
-    path: str,
-    shape: tuple[int, ...],
-    dp: DataParallelMesh,
-    own: Entries,
-    stacked_axis: int | None,
-    asked: Any,
-) -> tuple[Dims, str]:
-    axes = dp.shard_axes
-    if not axes:
-        return (), "the mesh has no shard axis larger than 1"
-    preset = _preset(path, shape, dp, own, stacked_axis)
-    if asked is not None:
-        return (_asked(path, shape, dp, own, stacked_axis, asked, preset),), ""
-    if preset:
-        return preset, ""
-    if not shape:
-        return (), "a scalar"
-    free = [d for d in range(len(shape)) if d != stacked_axis and not own[d] and shape[d] > 0]
-    for dims in _candidates(shape, dp, free):
-        return dims, ""
-    return (), _why_not(shape, dp, free, stacked_axis)
-
-
-def _preset(
-    path: str,
-    shape: tuple[int, ...],
-    dp: DataParallelMesh,
-    own: Entries,
-    stacked_axis: int | None,
-) -> Dims:
-    """The shard axes that the parameter's own spec already names."""
-    found = [(dim, tuple(a for a in axes if a in dp.shard_axes)) for dim, axes in enumerate(own)]
-    dims = tuple((dim, axes) for dim, axes in found if axes)
-    named = [axis for _, axes in dims for axis in axes]
-    if not named:
-        return ()
-    if sorted(named) != sorted(dp.shard_axes):
-        raise ValueError(
-            f"{path}: its own PartitionSpec {to_spec(own)} uses {named} of the shard axes "
-            f"{list(dp.shard_axes)}. Name all of them or none."
-        )
-    for dim, axes in dims:
-        if dim == stacked_axis:
-            raise ValueError(
-                f"{path}: its own PartitionSpec {to_spec(own)} shards dimension {dim} of {shape}, which is "
-                "the stacked (layer) axis: every layer would be gathered at once. Shard another."
-            )
-        if own[dim][: len(axes)] != axes:
-            raise ValueError(
-                f"{path}: its own PartitionSpec {to_spec(own)} puts {own[dim]} on dimension {dim}; "
-                f"the shard axes {axes} must come first there."
-            )
-        _check_divides(path, shape, dim, dp, own[dim], "its own PartitionSpec")
-    return dims
-
-
-def _asked(
-    path: str,
-    shape: tuple[int, ...],
-    dp: DataParallelMesh,
-    own: Entries,
-    stacked_axis: int | None,
-    asked: Any,
-    preset: Dims,
-) -> tuple[int, tuple[str, ...]]:
-    try:
-        if isinstance(asked, bool):
-            raise TypeError
-        dim = operator.index(asked)
-    except TypeError as error:
-        raise TypeError(
-            f"{path}: shard_placement_fn must return a dimension (int) or None, got {asked!r}."
-        ) from error
-    if not -len(shape) <= dim < len(shape):
-        raise ValueError(
-            f"{path}: shard_placement_fn chose dimension {dim}, but the shape {shape} has "
-            f"{len(shape)} dimensions."
-        )
-    dim %= len(shape)
-    if dim == stacked_axis:
-        raise ValueError(
-            f"{path}: shard_placement_fn chose dimension {dim} of {shape}, which is the stacked (layer) "
-            "axis: every layer would be gathered at once. Choose another."
-        )
-    if preset and preset != ((dim, dp.shard_axes),):
-        raise ValueError(
-            f"{path}: shard_placement_fn chose dimension {dim}, but the parameter's own PartitionSpec "
-            f"{to_spec(own)} already uses {', '.join(dp.shard_axes)}. Drop one of the two."
-        )
-    if own[dim] and not preset:
-        raise ValueError(
-            f"{path}: shard_placement_fn chose dimension {dim} of {shape}, which already lies on "
-            f"{', '.join(own[dim])}. Choose another dimension or return None."
-        )
-    _check_divides(path, shape, dim, dp, dp.shard_axes, "shard_placement_fn")
-    return dim, dp.shard_axes
-
-
-def _check_divides(
-    path: str,
-    shape: tuple[int, ...],
-    dim: int,
-    dp: DataParallelMesh,
-    axes: tuple[str, ...],
-    who: str,
-) -> None:
-    parts = dp.size_of(axes)
-    if shape[dim] % parts:
-        raise ValueError(
-            f"{path}: {who} shards dimension {dim} of shape {shape} over "
-            f"{' x '.join(f'{a}={dp.mesh.shape[a]}' for a in axes)}, but {shape[dim]} does not divide "
-            f"by {parts}. Choose a dimension that does, or return None to let jfsdp choose."
-        )
-
-
-def _candidates(shape: tuple[int, ...], dp: DataParallelMesh, free: list[int]) -> Iterator[Dims]:
-    """Ways to place all shard axes on free dimensions, best first."""
-    by_size = sorted(free, key=lambda dim: (-shape[dim], dim))
-    narrow = _cuts_tiles(shape, dp, free)
-    choices = itertools.product(by_size, repeat=len(dp.shard_axes))
-    for choice in sorted(
-        choices, key=lambda dims: (len(set(dims)), narrow and max(dims) == narrow)
-    ):
-        axes_of: dict[int, tuple[str, ...]] = {}
-        for dim, axis in zip(choice, dp.shard_axes, strict=True):
-            axes_of[dim] = (*axes_of.get(dim, ()), axis)
-        if all(shape[dim] % dp.size_of(axes) == 0 for dim, axes in axes_of.items()):
-            yield tuple(sorted(axes_of.items()))
-
-
-def _cuts_tiles(shape: tuple[int, ...], dp: DataParallelMesh, free: list[int]) -> int:
-    """The last dimension, if sharding it would cut a large parameter inside tiles; else 0.
-
-    TPUs keep the last dimension in tiles 128 wide. Narrower shards are padded, and XLA all-reduces their
-    gradients, twice the bytes (float32[4096,14336] over 16x4 of v5p:4x4x4, jax 0.12.0.1). Not so if the
-    others are far smaller: float32[4096,128256] is scattered on its last dimension alone.
-    """
-    last = len(shape) - 1
-    others = max((shape[dim] for dim in free if dim != last), default=0)
-    whole = shape[last] // dp.size_of(dp.shard_axes) % TILE == 0
-    small = math.prod(shape) < _LARGE or _FAR * others < shape[last]
-    return 0 if whole or small else last
-
-
-def _why_not(
-    shape: tuple[int, ...], dp: DataParallelMesh, free: list[int], stacked_axis: int | None
-) -> str:
-    if 0 in shape:
-        return "it has no elements"
-    rest = [dim for dim in range(len(shape)) if dim != stacked_axis]
-    if not rest:
-        return "only the stacked (layer) axis is left"
-    if not free:
-        return "other mesh axes hold its dimensions"
-    sizes = ", ".join(str(shape[dim]) for dim in free)
-    parts = dp.size_of(dp.shard_axes)
-    return f"no free dimension ({sizes}) divides by {parts}"
+def _choose(leaf: Leaf, where: Any, own_axes_given: bool) -> tuple[Dims, str]:
+    if not leaf.dp.shard_axes:
+        who = "shard_placement_fn names" if own_axes_given else "the mesh has"
+        return (), f"{who} no shard axis larger than 1"
+    preset = preset_dims(leaf)
+    if where is not None:
+        return by_answer(leaf, where, preset), ""
+    return (preset, "") if preset else by_rule(leaf)

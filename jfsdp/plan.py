@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jfsdp.inspect.blocks import grouped, pattern, ranged
 from jfsdp.inspect.table import aligned, human_bytes
 from jfsdp.mesh import DataParallelMesh, describe_mesh
-from jfsdp.placement import Placement
+from jfsdp.placement import IGNORED, Placement
 
 __all__ = ["Plan", "PlanRow", "plan_row"]
 
@@ -31,7 +31,7 @@ class PlanRow:
         spec: PartitionSpec at rest.
         bytes: bytes of the whole parameter in storage dtype.
         bytes_per_device: bytes of one device's part.
-        reason: why it is replicated over the shard axes; "" if it is sharded.
+        reason: why it is replicated over the shard axes, or "ignored"; "" if it is sharded.
         layers: layers of a scanned stack, which are gathered one by one; 1 for everything else.
     """
 
@@ -93,15 +93,21 @@ class Plan:
 
     @property
     def replicated(self) -> tuple[PlanRow, ...]:
-        """The parameters that are not sharded."""
-        return tuple(row for row in self.rows if row.reason)
+        """The parameters that jfsdp could not shard, and why."""
+        return tuple(row for row in self.rows if row.reason not in ("", IGNORED))
+
+    @property
+    def ignored(self) -> tuple[PlanRow, ...]:
+        """The parameters that `ignored_params` selects, which lie as they did."""
+        return tuple(row for row in self.rows if row.reason == IGNORED)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is probably not meant: one unit that holds most of the model."""
         units: dict[str, int] = {}
         for row in self.rows:
-            units[row.unit] = units.get(row.unit, 0) + row.bytes // row.layers
+            gathered = 0 if row.reason == IGNORED else row.bytes // row.layers
+            units[row.unit] = units.get(row.unit, 0) + gathered
         if not units or not self.bytes:
             return ()
         unit, size = max(units.items(), key=lambda item: item[1])
@@ -125,6 +131,9 @@ class Plan:
             f"({part / max(whole, 1):.1%})"
         )
         lines += _reasons(self.replicated)
+        if self.ignored:
+            ignored = [ranged([row.path for row in group]) for group in _groups(self.ignored)]
+            lines.append(f"ignored, lying as they did: {', '.join(ignored)}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 

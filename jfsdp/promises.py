@@ -9,19 +9,23 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.inspect import Argument, Promise, Wire
-from jfsdp.layout import Dims
+from jfsdp.layout import Dims, axes_of_entry
 from jfsdp.placement import Placement
 from jfsdp.plan import PlanRow
 from jfsdp.units import Unit, is_array
+from jfsdp.wires import own_wires
 
-__all__ = ["arguments", "minima", "promise"]
+__all__ = ["arguments", "minima", "promise", "state_axes"]
 
 Kind = Literal["parameters", "optimizer", "rest"]
 
 
-def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Promise:
+def promise(
+    row: PlanRow, unit: Unit, placement: Placement, is_root: bool, state_axes: Sequence[str] = ()
+) -> Promise:
     """What is promised of one parameter's collectives.
 
     Args:
@@ -29,9 +33,12 @@ def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Pr
         unit: the unit that gathers it.
         placement: where it lies.
         is_root: whether that unit is the outermost one.
+        state_axes: the axes that its optimizer state lies on beside those of the parameter.
     """
     wires = {kind: Wire(*wire) for kind, wire in unit.stated(placement, is_root).items()}
-    shape, stacked = placement.shape, placement.stacked_axis
+    again = unit.stated_again(placement, is_root)
+    own = own_wires(unit, placement, is_root)
+    shape, stacked = placement.whole_shape, placement.stacked_axis
 
     def split(whole: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         axes_of = dict(dims)
@@ -43,12 +50,32 @@ def promise(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> Pr
         leaf=row.path,
         shapes=_with_layers(wholes, stacked),
         shards=_with_layers([split(whole, placement.dims) for whole in wholes], stacked),
-        gather=wires.get("all-gather"),
-        scatter=wires.get("reduce-scatter"),
+        gather=own.get("all-gather") or wires.get("all-gather"),
+        scatter=own.get("reduce-scatter") or wires.get("reduce-scatter"),
         sum=wires.get("all-reduce"),
         unit=row.unit,
-        gathers=1 + unit.reshards(is_root),
+        again=own.get("again") or (None if again is None else Wire(*again)),
+        update=_update(row, unit, placement, tuple(state_axes)),
     )
+
+
+def _update(row: PlanRow, unit: Unit, placement: Placement, axes: tuple[str, ...]) -> Wire | None:
+    """The gather of the updated parameter over axes that its optimizer state is sharded over beside it."""
+    parts = unit.dp.size_of(axes)
+    if parts == 1:
+        return None
+    return Wire(axes, np.dtype(placement.dtype).name, row.bytes_per_device * (parts - 1) / parts)
+
+
+def state_axes(given: Sequence[Argument], placement: Placement) -> tuple[str, ...]:
+    """The axes that all optimizer state of a parameter's shape lies on beside those of the parameter."""
+    held = {axis for axes in placement.entries for axis in axes}
+    found = [
+        tuple(axis for axis in leaf.axes if axis not in held)
+        for leaf in given
+        if leaf.kind == "optimizer" and leaf.shape == placement.shape and leaf.shape
+    ]
+    return found[0] if found and all(axes == found[0] for axes in found) else ()
 
 
 def _with_layers(
@@ -98,23 +125,31 @@ def _argument(name: str, kind: Kind, leaf: Any) -> Argument:
         size, dtype = math.prod(data.shape) * data.dtype.itemsize, str(leaf.dtype)
     else:
         size, dtype = math.prod(local) * np.dtype(leaf.dtype).itemsize, np.dtype(leaf.dtype).name
-    return Argument(name, kind, shape, dtype, size, getattr(sharding, "memory_kind", None))
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    axes = tuple(axis for entry in spec for axis in axes_of_entry(entry))
+    return Argument(name, kind, shape, dtype, size, getattr(sharding, "memory_kind", None), axes)
 
 
 def minima(
-    given: Sequence[Argument], placements: Iterable[tuple[Placement, int]]
+    given: Sequence[Argument],
+    placements: Iterable[tuple[Placement, int]],
+    parts_of: Callable[[Placement], int],
 ) -> tuple[int, int]:
     """The bytes that one device keeps by the policies: of the parameters, and of the optimizer state.
 
-    Optimizer state of a parameter's shape lies as the parameter does; other state is on every device.
+    Optimizer state of a parameter's shape lies as the parameter does, or as it was made to lie on more axes;
+    other state is on every device.
 
     Args:
         given: the step's arguments.
         placements: of each parameter where it lies and the bytes of one device's shard.
+        parts_of: into how many parts a parameter's state is split beside the parameter itself.
     """
     pairs = list(placements)
     shares = {
-        placement.shape: size / placement.bytes for placement, size in pairs if placement.bytes
+        placement.shape: size / placement.bytes / parts_of(placement)
+        for placement, size in pairs
+        if placement.bytes
     }
     state = sum(
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize * shares.get(leaf.shape, 1)

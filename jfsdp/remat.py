@@ -11,7 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["keep_recomputed_gathers", "refuse_gathered"]
+__all__ = ["KEPT", "keep_recomputed_gathers", "refuse_gathered"]
+
+KEPT = "jfsdp_kept"
+"""Name, for remat policies, of what stays of weights that are gathered again over some axes only."""
 
 _recomputing: contextvars.ContextVar[bool] = contextvars.ContextVar("recomputing", default=False)
 
@@ -49,7 +52,8 @@ def refuse_gathered(shards: Iterable[Any], wholes: Iterable[Any]) -> Callable[..
     most such a reshape or cast again.
 
     Args:
-        shards: arrays or descriptions of the unit's shards.
+        shards: arrays or descriptions of what its gathers take: its shards, and what stays of those
+            weights that are gathered again over some axes only.
         wholes: descriptions of its gathered weights.
     """
     shard_types = {(tuple(leaf.shape), jnp.dtype(leaf.dtype)) for leaf in shards}
@@ -58,11 +62,14 @@ def refuse_gathered(shards: Iterable[Any], wholes: Iterable[Any]) -> Callable[..
     def saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
         if _recomputing.get():
             return True
-        if len(operands) != 1 or not hasattr(operands[0], "dtype"):
+        if primitive.name == "name" and params["name"] == KEPT:
+            return True
+        types = [(tuple(x.shape), x.dtype) for x in operands if hasattr(x, "dtype")]
+        if primitive.name == "custom_vjp_call" and 1 <= len(types) <= 2:
+            return not shard_types.issuperset(types)
+        if len(types) != 1 or len(operands) != 1:
             return primitive.name != "all_gather"
-        operand = (tuple(operands[0].shape), operands[0].dtype)
-        if primitive.name == "custom_vjp_call":
-            return operand not in shard_types
+        (operand,) = types
         if primitive.name in _RESHAPES and operand in whole_types:
             results = jax.eval_shape(lambda x: primitive.bind(x, **params), operands[0])
             whole_types.update(

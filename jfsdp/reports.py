@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jfsdp import linen_plan, nnx_tree
 from jfsdp.inspect import Report
 from jfsdp.inspect.read import inspect as read
 from jfsdp.inspect.read import lower
+from jfsdp.placement import Placement
 from jfsdp.plan import Plan
-from jfsdp.promises import arguments, minima, promise
+from jfsdp.policies import MixedPrecisionPolicy
+from jfsdp.promises import arguments, minima, promise, state_axes
 
 __all__ = ["inspect", "plan"]
 
@@ -30,14 +33,28 @@ def plan(model: Any) -> Plan:
     """
     rows, _ = _plan_rows(model)
     root = rows[0][1]
-    policy = root.mp_policy
+    text = _policy_text(root.mp_policy, rows)
+    return Plan(tuple(row for row, *_ in rows), root.dp, text)
+
+
+def _policy_text(policy: MixedPrecisionPolicy, rows: Sequence[Any]) -> str:
+    """The policy of the outermost unit, and how many parameters are computed in another dtype."""
     names = {
         "compute": policy.param_dtype,
         "reduce": policy.reduce_dtype,
         "outputs": policy.output_dtype,
     }
-    text = ", ".join(f"{name} in {dtype}" for name, dtype in names.items() if dtype is not None)
-    return Plan(tuple(row for row, *_ in rows), root.dp, text)
+    texts = {name: f"{name} in {dtype}" for name, dtype in names.items() if dtype is not None}
+    others = Counter(
+        placement.param_dtype.name
+        for _, unit, placement, _ in rows
+        if placement.param_dtype is not None and placement.param_dtype != unit.mp_policy.param_dtype
+    )
+    if others:
+        counts = (f"{n} parameter{'s' * (n > 1)} in {dtype}" for dtype, n in sorted(others.items()))
+        compute = texts.pop("compute", "compute in the parameters' dtypes")
+        texts = {"compute": f"{compute} ({', '.join(counts)})", **texts}
+    return ", ".join(texts.values())
 
 
 def inspect(
@@ -87,14 +104,21 @@ def inspect(
     dp = rows[0][1].dp
     named = arguments(given, kind_of)
     sizes = [(placement, row.bytes_per_device) for row, _, placement, _ in rows]
+
+    def axes_of(placement: Placement) -> tuple[str, ...]:
+        return state_axes(named, placement)
+
     return read(
         step,
         *args,
         mesh=dp.mesh,
-        promises=[promise(row, unit, placement, root) for row, unit, placement, root in rows],
+        promises=[
+            promise(row, unit, placement, root, axes_of(placement))
+            for row, unit, placement, root in rows
+        ],
         other_axes=[axis for axis in dp.mesh.axis_names if axis not in dp.axes],
         arguments=named,
-        minima=minima(named, sizes),
+        minima=minima(named, sizes, lambda placement: dp.size_of(axes_of(placement))),
         compile=compile,
         **kwargs,
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +15,16 @@ from jax.sharding import PartitionSpec
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import Placement
-from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, headroom
+from jfsdp.reshard import Reshard, check_reshard
 from jfsdp.unshard import Gathering
 
-__all__ = ["Unit", "cast_floating", "matcher", "validate"]
+__all__ = ["Group", "Unit", "cast_floating", "validate"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Modules that are one unit together: those whose settings hold the same object of this class."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Unit:
     Attributes:
         dp: the mesh and its data-parallel axes.
         mp_policy: dtypes.
-        reshard_after_forward: True, False, or None: True unless this unit is the root of the call.
+        reshard_after_forward: True, False, None: True unless this unit is the root of the call; or the axes
+            over which weights stay sharded after the forward.
         all_gather: the user's collective, or None for XLA's.
         reduce_scatter: the user's collective, or None for XLA's.
         partitioning: "manual" or "auto".
@@ -37,48 +43,77 @@ class Unit:
         out_specs: the data-parallel specs of results that are not batches, as (treedef, leaves).
         state_specs: the data-parallel specs of non-parameter state, by Variable type (NNX) or by
             collection or dotted path (Linen).
+        group: what it shares with the other modules of a list that is one unit; None for one module.
 
     A unit is part of its module's structure, which jit hashes: hence tuples instead of dicts.
     """
 
     dp: DataParallelMesh
     mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: Reshard = None
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     partitioning: str = "manual"
     in_specs: tuple[tuple[str, PartitionSpec], ...] = ()
     out_specs: tuple[Any, tuple[PartitionSpec | str, ...]] | None = None
     state_specs: tuple[tuple[Any, PartitionSpec], ...] = ()
+    group: Group | None = None
 
     def reshards(self, is_root: bool) -> bool:
-        """Whether gathered weights are dropped after the forward and gathered again."""
-        return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+        """Whether weights are dropped after the forward and gathered again, over all shard axes or some."""
+        return (
+            not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
+        )
 
-    def gathering(self, placement: Placement, shard: Any) -> Gathering:
-        """How this unit gathers the leaf `shard` and reduces its gradient."""
-        floating = jnp.issubdtype(shard.dtype, jnp.floating)
+    def gathering(self, placement: Placement, shard: Any, *, partial: bool = False) -> Gathering:
+        """How this unit gathers the leaf `shard` and reduces its gradient.
+
+        Args:
+            placement: where the parameter lies.
+            shard: this device's part of it, or of a layer of it.
+            partial: whether the gradient is only scattered, in the dtype of `shard`; copies are summed later.
+        """
         policy = self.mp_policy
+        stored = placement.dtype if partial else shard.dtype
+        floating = jnp.issubdtype(stored, jnp.floating) and not placement.ignored
+        eight_bit = floating and jnp.finfo(stored).bits <= 8
+        param_dtype = placement.param_dtype or (None if eight_bit else policy.param_dtype)
+        reduce_dtype = (policy.reduce_dtype if floating else None) or stored
         sharded = {axis for _, axes in placement.dims for axis in axes}
+        kept, copies = self.reshard_after_forward, placement.copies(self.dp)
         return Gathering(
             path=placement.path,
             dtype=shard.dtype,
             dims=placement.dims_at_rank(shard.ndim),
             others=placement.others_at_rank(shard.ndim),
-            summed_axes=tuple(a for a in self.dp.larger_than_one(self.dp.axes) if a not in sharded),
-            param_dtype=(policy.param_dtype if floating else None) or shard.dtype,
-            reduce_dtype=(policy.reduce_dtype if floating else None) or shard.dtype,
+            summed_axes=copies,
+            partial=partial,
+            param_dtype=(param_dtype if floating else None) or stored,
+            reduce_dtype=reduce_dtype,
             all_gather=self.all_gather,
             reduce_scatter=self.reduce_scatter,
             staged=self.dp.staged,
+            once=tuple(sorted(sharded.difference(kept))) if isinstance(kept, tuple) else (),
+            headroom=headroom(reduce_dtype, self.dp.size_of((*sharded, *copies))),
+            reducible=policy.reduce_dtype is not None or not eight_bit,
         )
+
+    def gathered_types(self, how: Gathering, shard: Any) -> list[jax.ShapeDtypeStruct]:
+        """The types that a weight has on its way from `shard` to the whole one, these two included."""
+        types = [jax.ShapeDtypeStruct(shard.shape, shard.dtype)]
+        for step in [how.first, how] if how.once else [how]:
+            shape = list(shard.shape)
+            for dim, axes in step.dims:
+                shape[dim] *= self.dp.size_of(axes)
+            types.append(jax.ShapeDtypeStruct(tuple(shape), how.param_dtype))
+        return types
 
     def stated(self, placement: Placement, is_root: bool) -> dict[str, tuple[Any, str, float]]:
         """What is stated of a parameter's collectives in one step that trains it, by kind.
 
         For P elements, split over other axes already, F shards, R copies and s bytes an element: an
-        all-gather of (1 + reshard) * P * s_p * (F - 1)/F bytes, a reduce-scatter of P * s_r * (F - 1)/F, an
-        all-reduce of 2 * P/F * s_r * (R - 1)/R.
+        all-gather of P * s_p * (F - 1)/F bytes and what `stated_again` says, a reduce-scatter of
+        P * s_r * (F - 1)/F, an all-reduce of 2 * P/F * s_r * (R - 1)/R.
 
         Returns:
             For each kind of collective that there is: its axes, its dtype ("" where the user's own collective
@@ -89,16 +124,24 @@ class Unit:
         shard_axes = tuple(axis for axis in self.dp.mesh.axis_names if axis in sharding)
         shards, copies = self.dp.size_of(shard_axes), self.dp.size_of(how.summed_axes)
         others = [self.dp.size_of(axes) for _, axes in how.others]
-        size = math.prod(placement.shape) // math.prod(others)
+        size = math.prod(placement.whole_shape) // math.prod(others)
         gathered = size * np.dtype(how.param_dtype).itemsize * (shards - 1) / shards
         reduced = size * np.dtype(how.reduce_dtype).itemsize
         param_dtype = np.dtype(how.param_dtype).name if how.all_gather is None else ""
         scatter_dtype = np.dtype(how.reduce_dtype).name if how.reduce_scatter is None else ""
         stated: dict[str, tuple[Any, str, float]] = {}
+        border = placement.at_rest_only(self.dp)
+        if border:
+            parts = self.dp.size_of(border)
+            received = size * np.dtype(how.param_dtype).itemsize * (parts - 1) / parts
+            stated["all-gather"] = (border, np.dtype(how.param_dtype).name, received)
+            # XLA may make one of the sum and the slice behind it, for GPUs and TPUs: half the bytes.
+            stated["reduce-scatter"] = (border, np.dtype(how.reduce_dtype).name, 0.0)
         if shards > 1:
-            times = 1 + self.reshards(is_root)
-            stated["all-gather"] = (shard_axes, param_dtype, gathered * times)
-        if not jnp.issubdtype(how.dtype, jnp.inexact):
+            again = self.stated_again(placement, is_root)
+            received = gathered if again is None else gathered + again[2]
+            stated["all-gather"] = (shard_axes, param_dtype, received)
+        if not jnp.issubdtype(how.dtype, jnp.inexact) or not how.reducible:
             return stated
         if shards > 1:
             received = reduced * (shards - 1) / shards
@@ -107,6 +150,25 @@ class Unit:
             received = 2 * reduced / shards * (copies - 1) / copies
             stated["all-reduce"] = (how.summed_axes, np.dtype(how.reduce_dtype).name, received)
         return stated
+
+    def stated_again(self, placement: Placement, is_root: bool) -> tuple[Any, str, float] | None:
+        """The part of the stated all-gather that the backward does: P * s_p * (I - 1)/I bytes.
+
+        I is the number of parts that a weight stays in after the forward: F, or fewer if the unit says over
+        which axes.
+
+        Returns:
+            Its axes, its dtype as `stated` gives it, and bytes; None if the weight is kept whole.
+        """
+        how = self.gathering(placement, jax.ShapeDtypeStruct(placement.shape, placement.dtype))
+        sharding = {axis for _, axes in how.dims for axis in axes}.difference(how.once)
+        axes = tuple(axis for axis in self.dp.mesh.axis_names if axis in sharding)
+        if not axes or not self.reshards(is_root):
+            return None
+        parts, others = self.dp.size_of(axes), [self.dp.size_of(axes) for _, axes in how.others]
+        size = math.prod(placement.whole_shape) // math.prod(others)
+        received = size * np.dtype(how.param_dtype).itemsize * (parts - 1) / parts
+        return axes, np.dtype(how.param_dtype).name if how.all_gather is None else "", received
 
 
 def cast_floating(tree: Any, dtype: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -137,7 +199,6 @@ def validate(
     *,
     mp_policy: Any,
     offload_policy: Any,
-    ignored_params: Any,
     reshard_after_forward: Any,
     all_gather: Any,
     reduce_scatter: Any,
@@ -149,7 +210,7 @@ def validate(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an unknown partitioning, or one that cannot keep what another argument promises.
-        NotImplementedError: offload, and resharding to an inner axis, are not in this version.
+        NotImplementedError: offload is not in this version.
     """
     _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     _check_type("offload_policy", offload_policy, OffloadPolicy)
@@ -158,24 +219,13 @@ def validate(
             "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp; it is "
             "refused rather than ignored. Pass OffloadPolicy()."
         )
-    if ignored_params is not None:
-        raise NotImplementedError(
-            "ignored_params is not implemented in this version of jfsdp; it is refused rather than "
-            "ignored. Leave it None: what cannot be sharded is replicated and trained exactly."
-        )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        if isinstance(reshard_after_forward, int | str | tuple):
-            raise NotImplementedError(
-                f"reshard_after_forward={reshard_after_forward!r}: keeping a shard over some axes only "
-                "is not implemented in this version of jfsdp. Pass True, False or None."
-            )
-        raise TypeError(
-            f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}."
-        )
+    check_reshard(reshard_after_forward)
     if all_gather is not None:
         _check_type("all_gather", all_gather, AllGather)
+        _check_hashable("all_gather", all_gather)
     if reduce_scatter is not None:
         _check_type("reduce_scatter", reduce_scatter, ReduceScatter)
+        _check_hashable("reduce_scatter", reduce_scatter)
     if stacked_axis is not None and (
         isinstance(stacked_axis, bool) or not isinstance(stacked_axis, int)
     ):
@@ -183,12 +233,15 @@ def validate(
     if partitioning not in ("manual", "auto"):
         raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
     if partitioning == "auto":
-        _refuse_in_auto(mp_policy, all_gather, reduce_scatter)
+        _refuse_in_auto(mp_policy, reshard_after_forward, all_gather, reduce_scatter)
 
 
-def _refuse_in_auto(mp_policy: MixedPrecisionPolicy, all_gather: Any, reduce_scatter: Any) -> None:
+def _refuse_in_auto(
+    mp_policy: MixedPrecisionPolicy, reshard: Any, all_gather: Any, reduce_scatter: Any
+) -> None:
     asked = {
         f"mp_policy.reduce_dtype={mp_policy.reduce_dtype}": mp_policy.reduce_dtype is not None,
+        f"reshard_after_forward={reshard!r}": not isinstance(reshard, bool | None),
         f"all_gather={type(all_gather).__name__}": all_gather is not None,
         f"reduce_scatter={type(reduce_scatter).__name__}": reduce_scatter is not None,
     }
@@ -200,49 +253,17 @@ def _refuse_in_auto(mp_policy: MixedPrecisionPolicy, all_gather: Any, reduce_sca
         )
 
 
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be hashable, for it is part of the module's structure, which jit hashes, but "
+            f"{type(value).__name__} is not: {error}. Make it a frozen dataclass of hashable fields, or "
+            "leave __eq__ alone."
+        ) from error
+
+
 def _check_type(name: str, value: Any, wanted: type) -> None:
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be a jfsdp.{wanted.__name__}, got {value!r}.")
-
-
-Selector = type | str | Callable[[str, Any], bool]
-
-
-def matcher(
-    selectors: Selector | Iterable[Selector],
-) -> list[tuple[Selector, Callable[[str, Any], Any]]]:
-    """Turn `units=` into predicates over (path, module).
-
-    Args:
-        selectors: a module class, a glob over dotted paths, a predicate, or several of them.
-
-    Raises:
-        TypeError: something else.
-    """
-    if isinstance(selectors, type | str) or not isinstance(selectors, Iterable):
-        selectors = (selectors,)
-    return [(selector, _predicate(selector)) for selector in selectors]
-
-
-def _predicate(selector: Any) -> Callable[[str, Any], Any]:
-    if isinstance(selector, type):
-        return lambda path, module: isinstance(module, selector)
-    if isinstance(selector, str):
-        return lambda path, module: _glob(path.split("."), selector.split("."))
-    if callable(selector):
-        return selector
-    raise TypeError(
-        "units takes a module class, a glob over paths such as 'blocks.*', a predicate "
-        f"f(path, module) -> bool, or several of them, got {selector!r}."
-    )
-
-
-def _glob(parts: list[str], pattern: list[str]) -> bool:
-    """Whether a dotted path matches: "*" within one name, "**" over any number of names."""
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        return any(_glob(parts[skip:], pattern[1:]) for skip in range(len(parts) + 1))
-    return (
-        bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _glob(parts[1:], pattern[1:])
-    )

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from jfsdp.comm import AllGather, Comm, ReduceScatter
+from jfsdp.comm import AllGather, ReduceScatter
+from jfsdp.hooks import all_gather_by, reduce_scatter_by
 from jfsdp.layout import TILE, Dims, to_spec
+from jfsdp.remat import KEPT
 from jfsdp.varying import is_tracked, varying_over
 
 GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 """Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
 
-__all__ = ["Gathering", "unshard"]
+__all__ = ["Gathering", "check_reducible", "reduce", "unshard"]
 
 
 _LARGE = 2**17
@@ -43,6 +47,11 @@ class Gathering:
         all_gather: the user's collective, or None for XLA's.
         reduce_scatter: the user's collective, or None for XLA's.
         staged: whether XLA's collectives over several axes go over one after the other.
+        once: axes that only the forward gathers over. What that gives is kept for the backward, which gathers
+            over the other axes again. Empty: the whole weight is kept, or nothing is.
+        headroom: what the local gradient is multiplied by before it is cast, and the reduced one divided by.
+        reducible: whether the policy says in which dtype to reduce. Of 8-bit floats it has to.
+        partial: whether the reduction stops before the sum over `summed_axes`, which is done later.
     """
 
     path: str
@@ -55,13 +64,23 @@ class Gathering:
     reduce_scatter: ReduceScatter | None = None
     others: Dims = ()
     staged: bool = False
+    once: tuple[str, ...] = ()
+    headroom: float = 1.0
+    reducible: bool = True
+    partial: bool = False
 
     def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """The axes of each scatter, in order; the gathers run the other way."""
         return tuple((axis,) for axis in axes) if self.staged else (axes,)
 
+    @property
+    def first(self) -> Gathering:
+        """The gather over the axes of `once` alone."""
+        dims = ((dim, tuple(a for a in axes if a in self.once)) for dim, axes in self.dims)
+        return dataclasses.replace(self, dims=tuple((d, a) for d, a in dims if a), once=())
 
-def unshard(shard: jax.Array, how: Gathering) -> jax.Array:
+
+def unshard(shard: jax.Array, how: Gathering, whole_gradient: jax.Array | None = None) -> jax.Array:
     """Cast `shard` to the compute dtype and gather the whole weight.
 
     The gradient is cast to `reduce_dtype`, reduce-scattered, summed over `summed_axes`, and cast to
@@ -70,6 +89,8 @@ def unshard(shard: jax.Array, how: Gathering) -> jax.Array:
     Args:
         shard: this device's shard in storage dtype. What is not floating has no gradient.
         how: the leaf's dimensions, axes, dtypes and collectives.
+        whole_gradient: an array of the whole weight's shape that takes the gradient in place of `shard`: this
+            device's own, unreduced, cast to the array's dtype. Its values are not read.
 
     Returns:
         The whole weight in `how.param_dtype`.
@@ -77,40 +98,91 @@ def unshard(shard: jax.Array, how: Gathering) -> jax.Array:
     Cost: receives (F - 1)/F of the weight in `param_dtype`; the transpose (F - 1)/F of the gradient
     in `reduce_dtype`, and 2 (R - 1)/R of the gradient's shard over R replicas.
     """
+    kept = None
+    if how.once:
+        # Outside of what is differentiated, where a remat policy sees it for frozen leaves as well.
+        kept = checkpoint_name(_opaque_gather(how.first, jax.lax.stop_gradient(shard)), KEPT)
     if not jnp.issubdtype(shard.dtype, jnp.inexact):
-        return _gather(how, shard)
-    return _unshard(how, shard)
+        return _opaque_gather(how, shard if kept is None else kept)
+    if whole_gradient is not None:
+        how = dataclasses.replace(how, reduce_dtype=whole_gradient.dtype)
+        return _unshard_unreduced(how, shard, kept, whole_gradient)
+    return _unshard(how, shard, kept)
+
+
+def reduce(gradient: jax.Array, how: Gathering) -> jax.Array:
+    """Reduce a whole local gradient to this device's shard of it, as the transpose of `unshard` does."""
+    return _beside_other_axes(how, _reduce, gradient)
+
+
+def check_reducible(how: Gathering) -> None:
+    """Refuse to differentiate a leaf of 8-bit floats if nothing says in which dtype to reduce its gradient.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if not how.reducible:
+        raise ValueError(
+            f"{how.path} is differentiated and stored in {jnp.dtype(how.dtype).name}, in which gradients "
+            "cannot be summed. Say in which dtype they are: "
+            'MixedPrecisionPolicy(reduce_dtype="float32"); or freeze the parameter: differentiate with '
+            "respect to the others only."
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unshard(how: Gathering, shard: jax.Array) -> jax.Array:
-    return _gather(how, shard)
+def _unshard(how: Gathering, shard: jax.Array, kept: jax.Array | None) -> jax.Array:
+    return _gather(how, shard if kept is None else kept)
 
 
-def _unshard_forward(how: Gathering, shard: jax.Array) -> tuple[jax.Array, None]:
-    return _opaque_gather(how, shard), None
+def _unshard_forward(
+    how: Gathering, shard: jax.Array, kept: jax.Array | None
+) -> tuple[jax.Array, None]:
+    check_reducible(how)
+    return _opaque_gather(how, shard if kept is None else kept), None
 
 
-def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (_beside_other_axes(how, _reduce, gradient),)
+def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax.Array, None]:
+    return reduce(gradient, how), None
+
+
+def _to_reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
+    if how.headroom != 1:
+        gradient = gradient * how.headroom
+    return gradient.astype(how.reduce_dtype)
 
 
 def _reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
     with jax.named_scope(f"{REDUCE}[{how.path}]"):
-        gradient = gradient.astype(how.reduce_dtype)
+        gradient = _to_reduce(how, gradient)
         for dim, axes in reversed(how.dims):
             if how.reduce_scatter is None:
                 for stage in how.stages(axes):
                     scatter = _scatter_between_tiles if how.staged else _psum_scatter
                     gradient = scatter(gradient, dim, stage)
             else:
-                gradient = _reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
-        if how.summed_axes:
+                gradient = reduce_scatter_by(how.reduce_scatter, gradient, dim, axes, how.path)
+        if how.summed_axes and not how.partial:
             gradient = jax.lax.psum(gradient, how.summed_axes)
+        if how.headroom != 1:
+            gradient = gradient / how.headroom
         return gradient.astype(how.dtype)
 
 
 _unshard.defvjp(_unshard_forward, _unshard_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unshard_unreduced(
+    how: Gathering, shard: jax.Array, kept: jax.Array | None, whole_gradient: jax.Array
+) -> jax.Array:
+    return _gather(how, shard if kept is None else kept)
+
+
+_unshard_unreduced.defvjp(
+    lambda how, shard, kept, _: _unshard_forward(how, shard, kept),
+    lambda how, _, gradient: (None, None, _to_reduce(how, gradient)),
+)
 
 
 def _psum_scatter(gradient: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -169,12 +241,30 @@ def _gather_here(how: Gathering, shard: jax.Array) -> jax.Array:
     with jax.named_scope(f"{GATHER}[{how.path}]"):
         whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
         for dim, axes in how.dims:
-            if how.all_gather is None:
-                for stage in reversed(how.stages(axes)):
-                    whole = jax.lax.all_gather(whole, stage, axis=dim, tiled=True)
-            else:
-                whole = _all_gather_by(how.all_gather, whole, dim, axes, how.path)
+            whole = _gather_dim(how, whole, dim, axes)
         return whole
+
+
+def _gather_dim(how: Gathering, part: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Gather one dimension over its axes, those of `once` excepted: over them `part` is whole already.
+
+    Those vary in between, so that the dimension is split where they do, and each run of the other axes
+    gathered at its place.
+    """
+    runs = [(done, tuple(run)) for done, run in itertools.groupby(axes, how.once.__contains__)]
+    sizes = [jax.lax.axis_size(run) for done, run in runs if done]
+    before, after = part.shape[:dim], part.shape[dim + 1 :]
+    part = part.reshape(*before, *sizes, -1, *after)
+    dim += len(sizes)
+    for done, run in reversed(runs):
+        if done:
+            dim -= 1
+        elif how.all_gather is None:
+            for stage in reversed(how.stages(run)):
+                part = jax.lax.all_gather(part, stage, axis=dim, tiled=True)
+        else:
+            part = all_gather_by(how.all_gather, part, dim, run, how.path)
+    return part.reshape(*before, -1, *after)
 
 
 def _beside_other_axes(
@@ -209,44 +299,3 @@ def _beside_other_axes(
         check_vma=False,
     )
     return mapped(array)
-
-
-def _all_gather_by(
-    comm: AllGather, shard: jax.Array, dim: int, axes: tuple[str, ...], path: str
-) -> jax.Array:
-    moved = jnp.moveaxis(shard, dim, 0)
-    size = (moved.shape[0] * jax.lax.axis_size(axes), *moved.shape[1:])
-    output = _allocate(comm, size, moved.dtype, path)
-    result = comm(output, moved, axes)
-    return jnp.moveaxis(_checked(comm, result, output, path), 0, dim)
-
-
-def _reduce_scatter_by(
-    comm: ReduceScatter, gradient: jax.Array, dim: int, axes: tuple[str, ...], path: str
-) -> jax.Array:
-    moved = jnp.moveaxis(gradient, dim, 0)
-    size = (moved.shape[0] // jax.lax.axis_size(axes), *moved.shape[1:])
-    output = _allocate(comm, size, moved.dtype, path)
-    result = comm(output, moved, axes, "sum")
-    return jnp.moveaxis(_checked(comm, result, output, path), 0, dim)
-
-
-def _allocate(comm: Comm, size: tuple[int, ...], dtype: Any, path: str) -> jax.ShapeDtypeStruct:
-    output = comm.allocate(size, dtype=dtype, device=None)
-    if getattr(output, "shape", None) != size or getattr(output, "dtype", None) != dtype:
-        raise ValueError(
-            f"{path}: {type(comm).__name__}.allocate({size}, dtype={dtype}) must return a "
-            f"jax.ShapeDtypeStruct of that shape and dtype, got {output!r}."
-        )
-    return output
-
-
-def _checked(comm: Comm, result: Any, output: jax.ShapeDtypeStruct, path: str) -> jax.Array:
-    got = (getattr(result, "shape", None), getattr(result, "dtype", None))
-    if got != (output.shape, output.dtype):
-        raise ValueError(
-            f"{path}: {type(comm).__name__} must return an array of shape {output.shape} and dtype "
-            f"{output.dtype}, got {got[0]} and {got[1]}. It gets one leaf at a time, the sharded "
-            "dimension first."
-        )
-    return result

@@ -230,6 +230,17 @@ def compilations() -> Iterator[Counter[str]]:
 # --------------------------------------------------------------------------------------------------
 # Counting collectives, without jfsdp.inspect
 
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr, in order, with those inside of it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 _FUNCTION = re.compile(r"func\.func (?:public |private )?@(\w+)")
 _CALL = re.compile(r"(?:func\.)?call @(\w+)")
 _COLLECTIVE = re.compile(r"stablehlo\.(all_gather|reduce_scatter|all_reduce|all_to_all)\b")

@@ -1,11 +1,14 @@
 """The replaceable collectives: the seed's abstract interface, and the defaults behind it."""
 
+import dataclasses
 import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from helpers import shard_refused
 from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
@@ -57,6 +60,14 @@ def test_allocate_has_the_seed_s_signature():
     ]
 
 
+def test_wire_takes_what_allocate_does_and_the_group():
+    assert parameters(jfsdp.Comm.wire) == [
+        ("size", False, NO_DEFAULT),
+        ("dtype", True, NO_DEFAULT),
+        ("group", True, NO_DEFAULT),
+    ]
+
+
 def test_all_gather_has_the_seed_s_signature():
     assert parameters(jfsdp.AllGather.__call__) == [
         ("output_tensor", False, NO_DEFAULT),
@@ -79,6 +90,35 @@ def test_reduce_scatter_has_the_seed_s_signature():
 def test_base_body_describes_the_buffer():
     buffer = Allocates().allocate([4, 3], dtype=jnp.bfloat16, device=None)
     assert buffer == jax.ShapeDtypeStruct((4, 3), jnp.bfloat16)
+
+
+def test_wire_states_nothing_unless_it_is_overridden():
+    assert Allocates().wire((4, 3), dtype=jnp.float32, group={"fsdp": 8}) is None
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "value", ["int8", DefaultAllGather, object()], ids=["text", "class", "other"]
+)
+def test_what_is_no_collective_is_refused_by_shard(name, value):
+    kind = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}[name]
+    text = shard_refused(TypeError, nnx.Linear(8, 8, rngs=nnx.Rngs(0)), **{name: value})
+    assert text == f"{name} must be a jfsdp.{kind}, got {value!r}."
+
+
+@dataclasses.dataclass
+class Unhashable(DefaultAllGather, DefaultReduceScatter):
+    """A dataclass that is not frozen: Python takes its hash away."""
+
+    block: int = 3
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_a_collective_that_jit_cannot_hash_is_refused_by_shard(name):
+    text = shard_refused(TypeError, nnx.Linear(8, 8, rngs=nnx.Rngs(0)), **{name: Unhashable()})
+    assert text.startswith(f"{name} must be hashable, for it is part of the module's structure")
+    assert "but Unhashable is not" in text
+    assert text.endswith("Make it a frozen dataclass of hashable fields, or leave __eq__ alone.")
 
 
 @pytest.mark.parametrize("kind", [DefaultAllGather, DefaultReduceScatter])

@@ -461,10 +461,12 @@ def test_a_gather_that_became_an_all_reduce_counts_as_a_gather() -> None:
 
 
 def dropped(leaf: str, unit: str) -> Promise:
-    promise = promised(leaf, unit=unit, gathers=2)
+    promise = promised(leaf, unit=unit)
     assert promise.gather is not None
-    wire = dataclasses.replace(promise.gather, bytes_per_device=3.5 * MiB)
-    return dataclasses.replace(promise, gather=wire)
+    both, one = (
+        dataclasses.replace(promise.gather, bytes_per_device=n * 1.75 * MiB) for n in (2, 1)
+    )
+    return dataclasses.replace(promise, gather=both, again=one)
 
 
 THREE_UNITS = [dropped(f"{n}.w", f"{n}") for n in range(3)]
@@ -492,8 +494,25 @@ def test_a_program_without_a_backward_gathers_once() -> None:
 
 
 def test_weights_that_are_kept_as_stated_are_not_gathered_again() -> None:
-    kept = [dataclasses.replace(promise, gathers=1) for promise in THREE_UNITS]
+    kept = [dataclasses.replace(promise, again=None) for promise in THREE_UNITS]
     assert found([*FORWARD, *BACKWARD], kept) == []
+
+
+HSDP_PARTS = promised(shards=8, unit="0")
+OVER_BOTH, OVER_INNER = (Wire(axes, "bfloat16", 2 * MiB) for axes in (("fsdp", "in"), ("in",)))
+PARTLY = dataclasses.replace(HSDP_PARTS, gather=OVER_BOTH, again=OVER_INNER)
+
+
+def test_a_backward_that_gathers_over_the_stated_axes_only_is_as_stated() -> None:
+    steps = [gather(axes=("fsdp",)), gather(axes=("in",)), gather(axes=("in",), phase="backward")]
+    assert [d for d in found(steps, [PARTLY], tolerance=9) if d.rule.startswith("axes")] == []
+
+
+def test_a_backward_that_gathers_over_all_axes_again_is_found() -> None:
+    steps = [gather(axes=("fsdp", "in"), phase=phase) for phase in ("forward", "backward")]
+    (departure,) = found(steps, [PARTLY], tolerance=9)
+    assert (departure.rule, departure.expected) == ("axes of the all-gather", "in")
+    assert "backward" in departure.found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,26 +61,41 @@ SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         "rather than ignored. Pass OffloadPolicy().",
     ),
     "ignored_params": (
-        NotImplementedError,
-        {"ignored_params": set()},
-        "ignored_params is not implemented in this version of jfsdp; it is refused rather than "
-        "ignored. Leave it None: what cannot be sharded is replicated and trained exactly.",
+        TypeError,
+        {"ignored_params": 3},
+        "ignored_params takes a Variable type such as nnx.LoRAParam, a glob over the paths of parameters "
+        "such as 'lora.*' or '**.lora_a', a predicate f(path, parameter) -> bool, or several of them, got 3.",
     ),
-    "reshard to some axes": (
-        NotImplementedError,
+    "reshard to a part of an axis": (
+        ValueError,
         {"reshard_after_forward": 4},
-        "reshard_after_forward=4: keeping a shard over some axes only is not implemented in this "
-        "version of jfsdp. Pass True, False or None.",
+        "reshard_after_forward=4: a weight can stay in 1 or 8 parts here, the sizes of the last shard axes "
+        "together (fsdp=8). Split an axis in two, the inner one of that size: "
+        'jax.make_mesh((2, 4), ("outer", "inner")) and '
+        'dp_mesh_dims=DataParallelMeshDims(shard=("outer", "inner")).',
     ),
-    "reshard to an axis": (
-        NotImplementedError,
-        {"reshard_after_forward": "fsdp"},
-        "reshard_after_forward='fsdp': keeping a shard over some axes only is not implemented",
+    "reshard to what does not divide": (
+        ValueError,
+        {"reshard_after_forward": 3},
+        "reshard_after_forward=3: a weight can stay in 1 or 8 parts here, the sizes of the last shard axes "
+        "together (fsdp=8). 3 does not divide the 8 shards.",
+    ),
+    "reshard to an unknown axis": (
+        ValueError,
+        {"reshard_after_forward": ("fsdp", "inner")},
+        "reshard_after_forward=('fsdp', 'inner'): 'inner' is no axis of the mesh (fsdp=8). Weights can stay "
+        "sharded over shard axes only: 'fsdp'.",
+    ),
+    "reshard to no axis": (
+        ValueError,
+        {"reshard_after_forward": ()},
+        "reshard_after_forward=() names no axis. To keep whole weights pass False.",
     ),
     "reshard of another type": (
         TypeError,
         {"reshard_after_forward": 0.5},
-        "reshard_after_forward must be True, False or None, got 0.5.",
+        "reshard_after_forward must be True, False, None, the name of a shard axis, a tuple of such names, "
+        "or a number of devices (int), got 0.5.",
     ),
     "all_gather that is a class": (
         TypeError,
@@ -102,11 +117,13 @@ SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {
             "partitioning": "auto",
             "mp_policy": jfsdp.MixedPrecisionPolicy(reduce_dtype="float32"),
+            "reshard_after_forward": "fsdp",
             "all_gather": DefaultAllGather(),
             "reduce_scatter": DefaultReduceScatter(),
         },
         'partitioning="auto" cannot promise mp_policy.reduce_dtype=float32, '
-        "all_gather=DefaultAllGather, reduce_scatter=DefaultReduceScatter: there XLA places the "
+        "reshard_after_forward='fsdp', all_gather=DefaultAllGather, "
+        "reduce_scatter=DefaultReduceScatter: there XLA places the "
         'collectives and chooses their dtype. Drop it, or use partitioning="manual".',
     ),
     "dims of another type": (
@@ -189,7 +206,8 @@ SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "placement of another type": (
         TypeError,
         {"shard_placement_fn": names("head.kernel", "last")},
-        "head.kernel: shard_placement_fn must return a dimension (int) or None, got 'last'.",
+        "head.kernel: shard_placement_fn must return a dimension (int), {dimension: axes}, (dimension, "
+        "jfsdp.DataParallelMeshDims(...)) or None, got 'last'.",
     ),
     "layers that do not exist": (
         ValueError,

@@ -407,6 +407,7 @@ def test_a_fused_all_reduce_of_which_each_keeps_a_part_is_a_reduce_scatter() -> 
     assert record == Collective(
         "reduce-scatter", ("fsdp",), "float32", (124, 32), (16, 32), 8, 1, 7 / 8 * 128 * 32 * 4,
         phase="backward", leaf="a.w", instruction="all-reduce.3", padding=7 / 8 * 4 * 32 * 4,
+        role="reduce",
     )  # fmt: skip
 
 

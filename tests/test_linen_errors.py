@@ -172,7 +172,7 @@ def test_predicate_that_matches_nothing_is_let_pass(mesh):
             ValueError,
             "fc2.kernel: shard_placement_fn chose dimension 2, but the shape (32, 10) has",
         ),
-        ("last", TypeError, "fc2.kernel: shard_placement_fn must return a dimension (int) or None"),
+        ("last", TypeError, "fc2.kernel: shard_placement_fn must return a dimension (int), {dim"),
     ],
 )
 def test_placement_is_refused_by_its_path(mesh, asked, kind, text):

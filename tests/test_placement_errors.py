@@ -27,13 +27,14 @@ ERRORS = {
         (8, 6),
         {"asked": "0"},
         TypeError,
-        "must return a dimension (int) or None, got '0'",
+        "must return a dimension (int), {dimension: axes}, (dimension, jfsdp.DataParallelMeshDims(...)) or "
+        "None, got '0'",
     ),
     "asked for a bool": (
         (8, 6),
         {"asked": True},
         TypeError,
-        "must return a dimension (int) or None, got True",
+        "(dimension, jfsdp.DataParallelMeshDims(...)) or None, got True",
     ),
     "asked for no dimension": (
         (8, 6),

@@ -21,6 +21,7 @@ def test_mixed_precision_policy_has_the_seed_s_fields_and_defaults():
         "reduce_dtype": None,
         "output_dtype": None,
         "cast_forward_inputs": True,
+        "param_dtype_override_fn": None,
     }
 
 

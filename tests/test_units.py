@@ -12,7 +12,8 @@ import jfsdp
 from jfsdp.comm import DefaultAllGather, DefaultReduceScatter
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import place
-from jfsdp.units import Unit, cast_floating, is_array, matcher, validate
+from jfsdp.selectors import matcher
+from jfsdp.units import Unit, cast_floating, is_array, validate
 
 P = PartitionSpec
 
@@ -253,7 +254,6 @@ def test_arrays_are_told_from_python_values(value, expected):
 DEFAULTS = {
     "mp_policy": jfsdp.MixedPrecisionPolicy(),
     "offload_policy": jfsdp.OffloadPolicy(),
-    "ignored_params": None,
     "reshard_after_forward": None,
     "all_gather": None,
     "reduce_scatter": None,
@@ -267,6 +267,9 @@ DEFAULTS = {
         {},
         {"reshard_after_forward": True},
         {"reshard_after_forward": False},
+        {"reshard_after_forward": "s"},
+        {"reshard_after_forward": ("r", "s")},
+        {"reshard_after_forward": 4},
         {"all_gather": DefaultAllGather(), "reduce_scatter": DefaultReduceScatter()},
         {"partitioning": "auto", "mp_policy": jfsdp.MixedPrecisionPolicy("bfloat16")},
     ],

@@ -211,6 +211,7 @@ ALLOCATIONS = {
     "a shape": lambda size, dtype: size,
     "another shape": lambda size, dtype: jax.ShapeDtypeStruct((*size, 1), dtype),
     "another dtype": lambda size, dtype: jax.ShapeDtypeStruct(size, "float16"),
+    "an array": lambda size, dtype: jnp.zeros(size, dtype),
 }
 
 
@@ -225,3 +226,53 @@ def test_wrong_allocation_is_refused_by_the_leaf_s_path(kind, allocation):
     with pytest.raises(ValueError, match=r"^block\.w: Wrong\.allocate\(\(\d, 3\), dtype=") as error:
         trace(gathering(((1, ("s",)),), *both), (3, 8))
     assert "must return a jax.ShapeDtypeStruct of that shape and dtype" in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# What they raise
+
+
+class Fails:
+    """Mixed into a collective: raises."""
+
+    def __call__(self, *args, **kwargs):
+        raise KeyError("no such table")
+
+
+class FailingGather(Fails, DefaultAllGather):
+    pass
+
+
+class FailingScatter(Fails, DefaultReduceScatter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("hooks", "tensor"),
+    [((FailingGather(), None), "bfloat16[2, 3]"), ((None, FailingScatter()), "float32[8, 3]")],
+    ids=["all_gather", "reduce_scatter"],
+)
+def test_what_is_raised_inside_stays_what_it_is_and_gets_the_leaf_s_path(hooks, tensor):
+    with pytest.raises(KeyError) as error:
+        trace(gathering(((1, ("s",)),), *hooks), (3, 8))
+    assert error.value.args == ("no such table",)
+    note, *_ = error.value.__notes__  # jax adds one about its traceback
+    name = type(hooks[0] or hooks[1]).__name__
+    assert note.startswith(f"block.w: {name} raised this. It was called with {tensor}")
+    assert note.endswith("over the mesh axes ['s'].")
+
+
+def test_what_is_raised_inside_allocate_gets_the_leaf_s_path():
+    class NoBuffer(DefaultAllGather):
+        def allocate(self, size, *, dtype, device):
+            raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full") as error:
+        trace(gathering(((1, ("s",)),), NoBuffer()), (3, 8))
+    assert error.value.__notes__[0].startswith("block.w: NoBuffer raised this.")
+
+
+def test_an_error_of_jfsdp_s_own_names_the_path_once():
+    with pytest.raises(ValueError) as error:
+        trace(gathering(((1, ("s",)),), BadGather(lambda x: x[:-1])), (3, 8))
+    assert not any("block.w" in note for note in getattr(error.value, "__notes__", []))

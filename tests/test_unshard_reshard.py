@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import equations
 from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
@@ -140,15 +141,6 @@ class Stack(nnx.Module):
         for block in self.blocks:
             x = (nnx.remat(forward) if self.remat else forward)(block, x)
         return x
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def training_program(reshard: bool, param_dtype: str = "float32", remat: bool = False) -> list[Any]:

@@ -155,7 +155,7 @@ def kept_by(job: Job) -> Kept:
                 unit=row.unit,
                 shape=shape,
                 parameters=row.bytes_per_device,
-                gradients=shards * np.dtype(how.reduce_dtype).itemsize,
+                gradients=shards * np.dtype(how.reduce_dtype).itemsize * how.reducible,
                 optimizer=state[row.path],
                 gathered=math.prod(shape) // row.layers * np.dtype(how.param_dtype).itemsize,
             )
@@ -165,11 +165,15 @@ def kept_by(job: Job) -> Kept:
 
 def promised_rows(job: Job) -> list[Row]:
     """What one step communicates by its policies, for the roofline."""
-    return [
-        Row(kind, axes, dtype, 1, size)
-        for _, unit, placement, is_root in plan_rows(job.model)
-        for kind, (axes, dtype, size) in unit.stated(placement, is_root).items()
-    ]
+    rows = []
+    for _, unit, placement, is_root in plan_rows(job.model):
+        again = unit.stated_again(placement, is_root)
+        for kind, (axes, dtype, size) in unit.stated(placement, is_root).items():
+            if kind == "all-gather" and again is not None and again[0] != axes:
+                rows.append(Row(kind, *again[:2], 1, again[2]))
+                size -= again[2]
+            rows.append(Row(kind, axes, dtype, 1, size))
+    return rows
 
 
 def _optimizer_bytes(job: Job, paths: Sequence[str]) -> tuple[dict[str, int], int]:

@@ -51,6 +51,8 @@ class Collective:
             if the compiler dropped them.
         leaf: path of the parameter that is gathered or whose gradient is reduced; empty for
             collectives that are not of a parameter, and where the compiler dropped the name.
+        role: "gather" if it gathers a parameter, "reduce" if it reduces a gradient, by whatever kind of
+            collective; empty as `leaf` is.
         written: the kind that the program asks for where the compiler emitted another one (TPUs
             gather small arrays by an all-reduce); else empty.
         instruction: name of the instruction in the compiled program; a combined one has a record
@@ -79,6 +81,7 @@ class Collective:
     asynchronous: bool = False
     overlapped: bool = False
     padding: float = 0.0
+    role: str = ""
 
     @property
     def purpose(self) -> str:

@@ -193,6 +193,7 @@ class _Reader:
                 asynchronous=start,
                 overlapped=overlapped,
                 padding=received - least,
+                role=scopes.role(name),
             )
 
     def _operands(self, at: Instruction, computation: Computation) -> list[tuple[Array, Array]]:

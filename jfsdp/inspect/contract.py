@@ -18,11 +18,30 @@ class Wire:
         axes: the mesh axes that it runs over.
         dtype: what travels, a NumPy or ml_dtypes name; "" if that is not promised.
         bytes_per_device: bytes that one device receives in one step that calls the model once.
+        parts: the kinds of collectives by which it is done, where that is not the one of its name, and what
+            each of them sends: an int8 gather sends elements and scales.
     """
 
     axes: tuple[str, ...]
     dtype: str
     bytes_per_device: float
+    parts: tuple[tuple[str, Wire], ...] = ()
+
+    def sent(self, kind: str) -> tuple[tuple[str, Wire], ...]:
+        """The collectives by which it is done: its parts, or one of this kind."""
+        return self.parts or ((kind, self),)
+
+    def times(self, count: int) -> Wire:
+        """The same, done `count` times in a step."""
+        parts = tuple((kind, part.times(count)) for kind, part in self.parts)
+        return dataclasses.replace(
+            self, bytes_per_device=self.bytes_per_device * count, parts=parts
+        )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a collective of the user's own does it, which states what it sends or does not."""
+        return bool(self.parts) or not self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +58,11 @@ class Promise:
         sum: the all-reduce of its gradient over the replicate axes (for a replicated parameter: all
             data-parallel axes); None if there are none.
         unit: path of the unit that it is gathered with.
-        gathers: how often a step gathers it: 2 if it is dropped after the forward.
+        again: the part of `gather` that the backward does; None if the whole weight is kept.
+        scatters: in how many microbatches the gradient is scattered.
+        update: the all-gather of the updated parameter, whose optimizer state lies on more axes than itself;
+            None if it does not. Each device updates its own part, so a compiler may reduce-scatter the
+            gradient over these axes where it is to be all-reduced.
     """
 
     leaf: str
@@ -49,7 +72,9 @@ class Promise:
     scatter: Wire | None
     sum: Wire | None
     unit: str = ""
-    gathers: int = 1
+    again: Wire | None = None
+    scatters: int = 1
+    update: Wire | None = None
 
     def wires(self) -> dict[str, Wire]:
         """The collectives of the parameter, by kind."""
@@ -59,6 +84,27 @@ class Promise:
             "all-reduce": self.sum,
         }
         return {kind: wire for kind, wire in by_kind.items() if wire is not None}
+
+    def accumulated(self, microbatches: int, every: bool) -> Promise:
+        """What is promised of a step that calls the model on several microbatches.
+
+        Args:
+            microbatches: how many.
+            every: whether the gradient is scattered after each; else once. It is all-reduced once.
+        """
+        scatters = microbatches if every else 1
+        return dataclasses.replace(
+            self,
+            gather=self.gather and self.gather.times(microbatches),
+            again=self.again and self.again.times(microbatches),
+            scatter=self.scatter and self.scatter.times(scatters),
+            scatters=scatters,
+        )
+
+    def sent(self) -> list[tuple[str, Wire]]:
+        """The collectives by which those are done, by kind."""
+        sent = [part for kind, wire in self.wires().items() for part in wire.sent(kind)]
+        return sent if self.update is None else [*sent, ("all-gather", self.update)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +150,6 @@ def minima_of(promises: Sequence[Promise]) -> tuple[Minimum, ...]:
     """
     least: dict[str, float] = {}
     for promise in promises:
-        for kind, wire in promise.wires().items():
+        for kind, wire in promise.sent():
             least[kind] = least.get(kind, 0.0) + wire.bytes_per_device
     return tuple(Minimum(kind, size) for kind, size in least.items() if size)

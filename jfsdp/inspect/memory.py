@@ -33,6 +33,7 @@ class Argument:
         dtype: NumPy or ml_dtypes name.
         bytes_per_device: bytes of one device's part, without padding.
         memory_kind: where it lies, such as "pinned_host"; None for the device's own memory.
+        axes: the mesh axes that it lies on.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Argument:
     dtype: str
     bytes_per_device: int
     memory_kind: str | None = None
+    axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

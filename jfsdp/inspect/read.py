@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from . import scopes
 from .compiled import compiled_collectives
 from .contract import Promise, minima_of
 from .memory import Argument, Memory, from_failure, read_memory
@@ -87,6 +88,9 @@ def inspect(
         0
     """
     lowered = lower(step, *args, **kwargs)
+    accumulation = scopes.microbatches(lowered.as_text(debug_info=True)) if promises else None
+    if accumulation is not None:
+        promises = [promise.accumulated(*accumulation) for promise in promises]
     report = Report(
         collectives=tuple(collectives(lowered, mesh)),
         minima=minima_of(promises),

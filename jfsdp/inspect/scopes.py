@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["leaves", "phase", "written_kind"]
+__all__ = ["leaves", "microbatches", "phase", "role", "written_kind"]
 
 _LEAF: Final = re.compile(r"jfsdp_(?:gather|reduce)\[([^\]]*)\]")
+_MICROBATCHES: Final = re.compile(r"jfsdp_microbatches\[(\d+),(every|last)\]")
 _PRIMITIVES: Final = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -34,6 +35,18 @@ def phase(op_name: str) -> str:
 def leaves(op_name: str) -> tuple[str, ...]:
     """The parameters named in it; an operation that was merged from several names them all."""
     return tuple(_LEAF.findall(op_name))
+
+
+def role(op_name: str) -> str:
+    """What it does for a parameter: "gather" it or "reduce" its gradient; "" for neither, or for several."""
+    found = {name for name in ("gather", "reduce") if f"jfsdp_{name}[" in op_name}
+    return found.pop() if len(found) == 1 else ""
+
+
+def microbatches(text: str) -> tuple[int, bool] | None:
+    """Into how many microbatches a step with these names splits its batch, and whether each is reduced."""
+    found = [(int(count), sync == "every") for count, sync in _MICROBATCHES.findall(text)]
+    return max(found, default=None)
 
 
 def written_kind(op_name: str) -> str:

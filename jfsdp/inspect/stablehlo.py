@@ -197,6 +197,7 @@ class _Reader:
                 groups=unresolved,
                 phase=scopes.phase(op_name) or scopes.phase(place.op_name),
                 leaf=leaves[0] if len(leaves) == 1 else "",
+                role=scopes.role(op_name),
             )
 
     def _devices(self, op: ir.Operation, kind: str) -> tuple[tuple[str, ...], int, str]:

@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from .collective import Collective, itemsize
+from .collective import Collective
 from .contract import Departure, Promise, Wire
 from .table import human_bytes
+from .verify_sums import SMALL, kept, scattered_once, totals
 
 __all__ = ["LARGE", "SMALL", "departures"]
 
 LARGE: Final = 2**20
 """Bytes from which a collective that no policy speaks of counts. Losses, norms and counters are below."""
-
-SMALL: Final = 4096.0
 
 
 def departures(
@@ -28,7 +27,8 @@ def departures(
 ) -> list[Departure]:
     """Every point in which a program's collectives are not the promised ones.
 
-    A collective belongs to the parameter that its name tells, else to those that have its shape.
+    A collective belongs to the parameter that its name tells, else to those that have its shape. What a
+    collective of the user's own does for a parameter is held against what it states, if it states anything.
     Not looked at are collectives of integers, those over axes that are not data-parallel, and those of
     less than 1 MiB that belong to no parameter.
 
@@ -42,15 +42,16 @@ def departures(
     Returns:
         The departures, those of the same kind for parameters of one shape as one.
     """
-    book = _Book(promises)
+    book = _Book(promises, calls, tolerance)
     others = set(other_axes)
     collectives = [c for c in collectives if _matters(c) and not (c.axes and others >= set(c.axes))]
     found: list[Departure] = []
     for record in collectives:
         if not _moves_padding(record):
             found += book.of_one(record)
-    found += _kept(collectives, promises, calls)
-    found += _totals(collectives, promises, calls, tolerance)
+    found += kept(collectives, promises, calls)
+    found += scattered_once(collectives, promises)
+    found += totals(collectives, promises, calls, tolerance)
     return _merged(found)
 
 
@@ -78,7 +79,8 @@ def _index(
 class _Book:
     """The promises, to be found by name and by shape."""
 
-    def __init__(self, promises: Iterable[Promise]) -> None:
+    def __init__(self, promises: Iterable[Promise], calls: int, tolerance: float) -> None:
+        self.calls, self.tolerance = calls, tolerance
         self.by_leaf = {promise.leaf: promise for promise in promises}
         self.by_shape = _index(self.by_leaf.values(), lambda promise: promise.shapes)
         self.by_shard = _index(self.by_leaf.values(), lambda promise: promise.shards)
@@ -95,9 +97,14 @@ class _Book:
         return index.get(core, []) if len(core) > 1 else []
 
     def of_one(self, record: Collective) -> Iterator[Departure]:
-        if record.purpose == "all-gather":
+        own = self.own_wire(record)
+        if own is not None:
+            yield from self._own(record, own)
+        elif record.purpose == "all-gather":
             owners = self.owners(record, record.result_shape, self.by_shape)
-            yield from self._gather(record, owners)
+            # What was updated in parts is the device's part of a parameter, or all of it.
+            updated = self.owners(record, record.result_shape, self.by_shard)
+            yield from self._gather(record, owners + [p for p in updated if p.update])
         elif record.kind in ("reduce-scatter", "all-reduce"):
             owners: list[Promise] = []
             if record.kind == "all-reduce" and _within(record, self.sum_axes):
@@ -107,12 +114,42 @@ class _Book:
         elif record.total_bytes >= LARGE:
             yield _foreign(record)
 
+    def own_wire(self, record: Collective) -> Wire | None:
+        """What is stated of the user's own collective that this record is of; None if it is of none."""
+        promise = self.by_leaf.get(record.leaf)
+        if promise is None or not record.role:
+            return None
+        wire = promise.gather if record.role == "gather" else promise.scatter
+        is_sum = record.role == "reduce" and _within(record, _axes_of(promise.sum))
+        return wire if wire is not None and wire.is_own and not is_sum else None
+
+    def _own(self, record: Collective, wire: Wire) -> Iterator[Departure]:
+        # XLA moves small arrays by other kinds of collectives.
+        most = [
+            part.bytes_per_device * self.calls
+            for kind, part in wire.parts
+            if part.dtype == record.dtype
+            and _within(record, part.axes)
+            and (kind in (record.kind, record.purpose) or record.total_bytes < LARGE)
+        ]
+        too_many = record.unpadded_bytes > sum(most) * (1 + self.tolerance) + SMALL
+        if wire.parts and (not most or too_many):
+            stated = " and ".join(
+                f"{kind} of {part.dtype} over {_axes(part.axes)} ({human_bytes(part.bytes_per_device)})"
+                for kind, part in wire.parts
+            )
+            rule = f"what its own collective sends to {record.role}"
+            yield Departure(record.leaf, rule, stated, _described(record))
+
     def _gather(self, record: Collective, owners: list[Promise]) -> Iterator[Departure]:
         if not owners:
             if record.total_bytes >= LARGE:
                 yield _foreign(record)
             return
-        yield from _against(record, owners, _nearest(record, [p.gather for p in owners]))
+        backward = record.phase == "backward"
+        wires = [p.again if backward and p.again else p.gather for p in owners]
+        wires += [p.update for p in owners]
+        yield from _against(record, owners, _nearest(record, wires))
 
     def _reduction(self, record: Collective, owners: list[Promise]) -> Iterator[Departure]:
         large = record.total_bytes >= LARGE
@@ -127,7 +164,8 @@ class _Book:
             return
         owner = owners[0]
         if record.kind == "reduce-scatter":
-            yield from _against(record, owners, _nearest(record, [p.scatter for p in owners]))
+            wires = [p.scatter for p in owners] + [p.sum for p in owners if p.update]
+            yield from _against(record, owners, _nearest(record, wires))
         elif any(_within(record, _axes_of(p.sum)) for p in owners):
             yield from _against(record, owners, _nearest(record, [p.sum for p in owners]))
         else:
@@ -191,83 +229,6 @@ def _names(owners: Iterable[Promise]) -> str:
 
 def _axes_of(wire: Wire | None) -> tuple[str, ...]:
     return () if wire is None else wire.axes
-
-
-def _kept(
-    collectives: Sequence[Collective], promises: Sequence[Promise], calls: int
-) -> Iterator[Departure]:
-    """Weights that should be dropped after the forward, but are not gathered again for the backward.
-
-    Not every weight has to be: biases and embeddings are not read there, nor those of the first unit if
-    the gradient of its input is not taken. So half of the rest will do.
-    """
-    if not any(
-        c.phase == "backward" and c.kind in ("reduce-scatter", "all-reduce") for c in collectives
-    ):
-        return
-    again: dict[str, float] = {}
-    for promise in promises:
-        if promise.gathers == 2 and promise.gather is not None and len(promise.shapes[-1]) > 1:
-            size = calls * promise.gather.bytes_per_device / 2
-            again[promise.unit] = again.get(promise.unit, 0.0) + size
-    wanted = sum(again.values()) - max(again.values(), default=0.0)
-    received = sum(
-        c.total_bytes for c in collectives if c.purpose == "all-gather" and c.phase == "backward"
-    )
-    if received < wanted / 2:
-        yield Departure(
-            "",
-            "weights are dropped after the forward and gathered again for the backward",
-            f"about {human_bytes(wanted)} gathered in the backward",
-            f"{human_bytes(received)}: the whole weights are kept",
-        )
-
-
-def _totals(
-    collectives: Sequence[Collective],
-    promises: Sequence[Promise],
-    calls: int,
-    tolerance: float,
-) -> Iterator[Departure]:
-    gathering = [record for record in collectives if record.purpose == "all-gather"]
-    # TPUs all-reduce what is small. Permutes that move the padding of a scatter are not counted.
-    reducing = [
-        record
-        for record in collectives
-        if record.purpose != "all-gather"
-        and (
-            record.kind in ("reduce-scatter", "all-reduce")
-            or record.purpose == "collective-permute"
-        )
-    ]
-    for name, kinds, records in (
-        ("all-gathers", ("all-gather",), gathering),
-        ("reductions", ("reduce-scatter", "all-reduce"), reducing),
-    ):
-        stated = [
-            (calls * wire.bytes_per_device, wire.dtype)
-            for p in promises
-            for kind, wire in p.wires().items()
-            if kind in kinds
-        ]
-        wanted = sum(size for size, _ in stated)
-        received = sum(record.unpadded_bytes for record in records)
-        # In a narrower dtype too many elements may still be few bytes.
-        elements = sum(size / itemsize(dtype) for size, dtype in stated if dtype)
-        moved = sum(record.unpadded_bytes / itemsize(record.dtype) for record in records)
-        slack = max(tolerance * wanted, SMALL)
-        too_many = all(dtype for _, dtype in stated) and moved - elements > max(
-            tolerance * elements, SMALL
-        )
-        if received - wanted > slack or too_many:
-            ratios = [f"{received / wanted:.3f}x"] if wanted else []
-            ratios += [f"{moved / elements:.3f}x the elements"] if too_many and elements else []
-            yield Departure(
-                "",
-                f"bytes of the {name}, per device and step",
-                f"at most {human_bytes(wanted)}",
-                f"{human_bytes(received)} ({', '.join(ratios) or 'none are stated'})",
-            )
 
 
 def _merged(found: Iterable[Departure]) -> list[Departure]:
