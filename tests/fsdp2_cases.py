@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jfsdp
+
 DATA = Path(__file__).parent / "data" / "fsdp2_parity"
 
 
@@ -60,10 +62,23 @@ class Run:
     def frozen(self) -> frozenset[str]:
         return frozenset(name for name, grad in self.numbers["grads_step0"].items() if grad is None)
 
+    @property
+    def parts(self) -> int:
+        """In how many parts weights stay after the forward, if fewer than they are stored in; else 0."""
+        reshard = self.recorded["reshard_after_forward"]
+        return 0 if isinstance(reshard, bool | None) else reshard
+
     def mesh(self) -> jax.sharding.Mesh:
         mesh = self.case["meshes"][self.recorded["mesh"]]
-        devices = jax.devices()[: mesh["ranks"]]
-        return jax.make_mesh(tuple(mesh["shape"]), tuple(mesh["axes"]), devices=devices)
+        shape, axes = tuple(mesh["shape"]), tuple(mesh["axes"])
+        if self.parts:  # the axis, split in two
+            (ranks,) = shape
+            shape, axes = (ranks // self.parts, self.parts), ("outer", "inner")
+        return jax.make_mesh(shape, axes, devices=jax.devices()[: mesh["ranks"]])
+
+    def dims(self) -> jfsdp.DataParallelMeshDims | None:
+        """Which axes of the mesh are data-parallel; None where their number says it."""
+        return jfsdp.DataParallelMeshDims(shard=("outer", "inner")) if self.parts else None
 
     def initial(self, name: str) -> np.ndarray:
         """A parameter before training."""
@@ -88,7 +103,21 @@ class Run:
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of the global batch."""
         rows = self.case["data"]["global_rows"]
-        n = (step % 3) * rows + np.arange(rows)[:, None]
+        return self.rows((step % 3) * rows + np.arange(rows))
+
+    def microbatches(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all microbatches, rank by rank: a rank has its rows of the first, then of the second."""
+        data = self.case["data"]
+        count, rows, each = (
+            data[name] for name in ("microbatches_per_step", "global_rows", "rows_per_rank")
+        )
+        first = (step % 3) * count * rows
+        numbers = first + np.arange(count * rows).reshape(count, rows // each, each)
+        return self.rows(numbers.swapaxes(0, 1).reshape(-1))
+
+    def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of the rows of these numbers."""
+        n = numbers[:, None]
         if self.is_transformer:
             t = np.arange(9)[None]
             tokens = ((7 * n + 3 * t + 5 * n * t + t * t) % 32).astype(np.int32)
@@ -115,6 +144,12 @@ class Run:
             dtypes = {dtype for kind, dtype, _ in sent if kind == "reduce-scatter"}
             return {("all-reduce", dtype, 4): (size, size) for dtype in dtypes}
         spared = self._unread_in_backward()
+        if self.parts:
+            # In the forward FSDP2 gathers over all 4 ranks at once. jfsdp sends the same bytes in two steps,
+            # each over 2 ranks: what stays of the weights first, then the whole from that.
+            (dtype,) = {dtype for kind, dtype, _ in sent if kind == "all-gather"}
+            at_once = sent.pop(("all-gather", dtype, 4))
+            sent["all-gather", dtype, 2] += at_once // self.parts + at_once
         return {k: (n - spared if k[0] == "all-gather" else n, n) for k, n in sent.items()}
 
     def _unread_in_backward(self) -> int:
