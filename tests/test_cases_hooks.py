@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import linen_models
 import numpy as np
 import pytest
 from flax import nnx
@@ -85,6 +87,21 @@ def test_a_hook_is_called_for_every_sharded_leaf_of_its_units(mesh_of: MeshOf):
     assert count_ops(lowered, "all_gather", "f32") == 1
     assert count_ops(lowered, "reduce_scatter", "bf16") == 3
     assert count_ops(lowered, "reduce_scatter", "f32") == 1
+
+
+def test_in_linen_a_hook_is_called_for_every_sharded_leaf():
+    """B29: of 4 leaves the bias of 10 divides by no mesh and is replicated; 3 calls in each direction."""
+    gather, reduce = Int8Gather(), Bf16Reduce()
+    case = linen_models.CASES["mlp"]
+    hooks = {"all_gather": gather, "reduce_scatter": reduce, "reshard_after_forward": False}
+    model = case.sharded(make_mesh(S=8), **hooks)
+    variables = linen_models.abstract(model, case.batch)
+    gather.calls, reduce.calls = [], []
+    loss = functools.partial(linen_models.mean_square, model)
+    lowered = jax.jit(jax.grad(loss)).lower(variables, case.batch)
+    assert sorted(gather.calls) == sorted(reduce.calls) == [(32,), (32, 10), (32, 16)]
+    assert count_ops(lowered, "all_gather", "i8") == count_ops(lowered, "all_gather") == 3
+    assert count_ops(lowered, "reduce_scatter", "bf16") == count_ops(lowered, "reduce_scatter") == 3
 
 
 def test_a_hook_gathers_again_in_the_backward_where_its_unit_reshards():
