@@ -98,6 +98,16 @@ class TiedLM(nnx.Module):
         return self.embed.attend(self.norm(self.block(self.embed(tokens))))
 
 
+class LoRA(nnx.Module):
+    """A layer and an adapter, whose parameters are of a Variable type of their own."""
+
+    def __init__(self, rngs: nnx.Rngs, base_dtype: Any = jnp.float32):
+        self.layer = nnx.LoRALinear(16, 16, lora_rank=8, param_dtype=base_dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
 class Layer(nnx.Module):
     """One layer of a scanned stack."""
 
