@@ -34,6 +34,7 @@ class TrainConfig:
     batch_size: int  # sequences, over all devices
     learning_rate: float
     output: str  # a folder
+    microbatches: int = 1  # that the batch is split into, one after the other
     warmup: float = 0.05  # a fraction of the steps
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -90,8 +91,10 @@ def read_config(path: str, overrides: Iterable[str] = ()) -> Config:
 def check_sizes(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     check_divides("[model] width", model.width, model.heads, "heads")
-    devices = "data-parallel devices"
-    check_divides("[train] batch_size", train.batch_size, mesh.replica * mesh.fsdp, devices)
+    devices, parts = "data-parallel devices", mesh.replica * mesh.fsdp
+    if train.microbatches > 1:
+        devices, parts = f"{devices} x microbatches", parts * train.microbatches
+    check_divides("[train] batch_size", train.batch_size, parts, devices)
     if not 0 < len(train.prompt.encode()) <= model.context:
         raise ConfigError(f"[train] prompt must have 1 to {model.context} bytes ([model] context)")
 

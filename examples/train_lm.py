@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -91,11 +91,17 @@ def loss_fn(model: GPT, windows: jax.Array, deterministic: bool = False) -> jax.
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-@nnx.jit(donate_argnums=(0, 1))  # the new parameters and optimizer state replace the old ones
-def train_step(model: GPT, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
-    loss, grads = nnx.value_and_grad(loss_fn)(model, windows)
-    optimizer.update(model, grads)
-    return loss
+def make_train_step(microbatches: int) -> Callable[..., jax.Array]:
+    """The jitted step. With one microbatch, `nnx.value_and_grad` would do as well."""
+    value_and_grad = jfsdp.value_and_grad(loss_fn, microbatches=microbatches)
+
+    @nnx.jit(donate_argnums=(0, 1))  # the new parameters and optimizer state replace the old ones
+    def train_step(model: GPT, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
+        loss, grads = value_and_grad(model, windows)
+        optimizer.update(model, grads)
+        return loss
+
+    return train_step
 
 
 @nnx.jit
@@ -152,6 +158,7 @@ def make_progress(console: Console) -> Progress:
 
 
 def train(
+    train_step: Callable[..., jax.Array],
     model: GPT,
     optimizer: nnx.Optimizer,
     batches: Iterator[jax.Array],
@@ -222,9 +229,10 @@ def run(config: Config) -> None:
     facts = describe(config, mesh, data, model)
     print(*(f"{name:<10}{fact}" for name, fact in facts.items()), sep="\n")
     print("", jfsdp.plan(model), sep="\n")
+    train_step = make_train_step(settings.microbatches)
     print("", jfsdp.inspect(train_step, model, optimizer, held_out[0]), "", sep="\n")
 
-    history = train(model, optimizer, batches, held_out, settings)
+    history = train(train_step, model, optimizer, batches, held_out, settings)
     history.write(output / "loss.csv")
     history.plot(output / "loss.png", f"{facts['model']}\nmesh {facts['mesh']}; {facts['policy']}")
     print()

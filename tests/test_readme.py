@@ -20,12 +20,13 @@ def fenced(language: str) -> list[str]:
 
 
 def test_the_example_prints_the_tables_of_the_readme():
-    nnx_example, linen_example = fenced("python")
+    nnx_example, linen_example, accumulation = fenced("python")
     (shown,) = [block for block in fenced("") if block.startswith("parameters on")]
     names: dict[str, Any] = {}
     shown = re.sub(r"^jax [\d.]+", f"jax {jax.__version__}", shown, flags=re.MULTILINE)
     assert output_of(nnx_example, names) == shown
     assert re.fullmatch(r"loss \d\.\d{3}\n", output_of(linen_example, names))
+    assert re.fullmatch(r"loss \d\.\d{3}\n", output_of(accumulation, names))
 
 
 def output_of(example: str, names: dict[str, Any]) -> str:
