@@ -17,7 +17,15 @@ from jfsdp.layout import lay
 from jfsdp.linen_call import called_in_a_region
 from jfsdp.linen_lift import is_box
 from jfsdp.linen_plan import ModulePlan, recording, unboxed
-from jfsdp.losses import Input, Loss, Options, arguments, rows_of_aux, split_result
+from jfsdp.losses import (
+    Input,
+    Loss,
+    Options,
+    arguments,
+    check_floating,
+    rows_of_aux,
+    split_result,
+)
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.optimizer import names_of
 from jfsdp.placement import Placement
@@ -180,17 +188,11 @@ class _Call:
                     listed = ", ".join([self.path(index) for index in first][:20])
                     raise ValueError(f"{self.name}: wrt={selector!r} selects none of {listed}.")
                 chosen.update(hits)
-        wrong = [
-            f"  {self.path(index)}: {self.leaves[index].dtype}"
-            for index in sorted(chosen)
-            if not jnp.issubdtype(self.leaves[index].dtype, jnp.inexact)
-        ]
-        if wrong:
-            raise TypeError(
-                f"{self.name}: these have no gradient, because they are not floating:\n"
-                + "\n".join(wrong)
-                + "\nLeave them out by wrt=, a glob over dotted paths or a predicate f(path, leaf)."
-            )
+        check_floating(
+            self.name,
+            ((self.path(index), self.leaves[index]) for index in sorted(chosen)),
+            "Leave them out by wrt=, a glob over dotted paths or a predicate f(path, leaf).",
+        )
         return sorted(chosen)
 
     def gradients(

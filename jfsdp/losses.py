@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,15 @@ from jfsdp.mesh import DataParallelMesh
 from jfsdp.placement import Placement
 from jfsdp.units import Unit, is_array
 
-__all__ = ["Input", "Loss", "Options", "arguments", "rows_of_aux", "split_result"]
+__all__ = [
+    "Input",
+    "Loss",
+    "Options",
+    "arguments",
+    "check_floating",
+    "rows_of_aux",
+    "split_result",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +149,24 @@ def arguments(
         folds = key and not any(spec) and not per_device
         found[index] = Input(spec, kind, where, folds=folds)
     return found, rows
+
+
+def check_floating(name: str, leaves: Iterable[tuple[str, Any]], remedy: str) -> None:
+    """Check that leaves that are to be differentiated can be.
+
+    Raises:
+        TypeError: some are not floating; their paths are listed.
+    """
+    wrong = [
+        f"  {path}: {leaf.dtype}"
+        for path, leaf in leaves
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        listed = "\n".join(wrong)
+        raise TypeError(
+            f"{name}: these have no gradient, because they are not floating:\n{listed}\n{remedy}"
+        )
 
 
 def rows_of_aux(

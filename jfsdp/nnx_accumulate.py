@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jfsdp import region as regions
@@ -14,7 +13,15 @@ from jfsdp.accumulate import Step, differentiate
 from jfsdp.auto import is_auto
 from jfsdp.borders import Row, output_rows
 from jfsdp.calls import check_argument_names
-from jfsdp.losses import Input, Loss, Options, arguments, rows_of_aux, split_result
+from jfsdp.losses import (
+    Input,
+    Loss,
+    Options,
+    arguments,
+    check_floating,
+    rows_of_aux,
+    split_result,
+)
 from jfsdp.nnx_call import Call
 from jfsdp.nnx_region import arguments as found_in
 from jfsdp.nnx_region import leaf_specs, row_of_state, statistics_over
@@ -129,17 +136,11 @@ class _Held:
     def _check(self, call: Call, wrt: Any) -> None:
         if not self.trained:
             raise ValueError(f"{call.name}: wrt={wrt!r} selects no Variable of the module.")
-        wrong = [
-            f"  {self._path(index)}: {call.leaves[index].dtype}"
-            for index in self.trained
-            if not jnp.issubdtype(call.leaves[index].dtype, jnp.inexact)
-        ]
-        if wrong:
-            raise TypeError(
-                f"{call.name}: these have no gradient, because they are not floating:\n"
-                + "\n".join(wrong)
-                + "\nLeave them out by wrt=, for example wrt=nnx.All(nnx.Param, lambda path, x: ...)."
-            )
+        check_floating(
+            call.name,
+            ((self._path(index), call.leaves[index]) for index in self.trained),
+            "Leave them out by wrt=, for example wrt=nnx.All(nnx.Param, lambda path, x: ...).",
+        )
 
     def _path(self, index: int) -> str:
         return self._variable_at[index][0].removeprefix("0.")

@@ -130,6 +130,20 @@ def rows(count: int, width: int, seed: int = 1) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (count, width))
 
 
+def repeated(x: Any, count: int = 64) -> Any:
+    """A batch of `count` rows made of those of `x`, no two alike."""
+    copies = np.concatenate([x] * (count // len(x)))
+    scale = np.linspace(0.5, 1.5, count, dtype=np.float32).reshape(-1, *[1] * (x.ndim - 1))
+    return copies if x.dtype.kind == "i" else copies * scale
+
+
+def uneven_weights(count: int = 64) -> jax.Array:
+    """Weights of rows, of which whole microbatches of some devices are 0."""
+    weights = np.random.default_rng(0).integers(0, 4, count).astype(np.float32)
+    weights[:16] = 0
+    return jnp.asarray(weights)
+
+
 def mean_square(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(model(x).astype(jnp.float32) ** 2)
 

@@ -20,8 +20,10 @@ from helpers import (
     explicit_set,
     linears,
     make_mesh,
+    repeated,
     rows,
     train,
+    uneven_weights,
 )
 from jax.sharding import PartitionSpec as P
 
@@ -50,26 +52,12 @@ def mean_of_weighted(model: Any, x: Any, weights: Any) -> jax.Array:
     return total / weight
 
 
-def repeated(x: Any, count: int = 64) -> Any:
-    """A batch of `count` rows, no two alike."""
-    copies = np.concatenate([x] * (count // len(x)))
-    scale = np.linspace(0.5, 1.5, count, dtype=np.float32).reshape(-1, *[1] * (x.ndim - 1))
-    return copies if x.dtype.kind == "i" else copies * scale
-
-
-def mask(count: int = 64) -> jax.Array:
-    """Weights of which whole microbatches of some devices are 0."""
-    weights = np.random.default_rng(0).integers(0, 4, count).astype(np.float32)
-    weights[:16] = 0
-    return jnp.asarray(weights)
-
-
 @functools.cache
 def reference(name: str) -> tuple[Any, Any]:
     """The loss and gradients of the unsharded model on one batch."""
     case = models.CASES[name]
     both = nnx.value_and_grad(mean_of_weighted)
-    return nnx.jit(both)(case.make(), repeated(case.batch), mask())
+    return nnx.jit(both)(case.make(), repeated(case.batch), uneven_weights())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,7 +71,7 @@ def test_masked_means_are_those_of_one_batch(sizes, microbatches, sync):
     """With unequal weights, and a bias that no mesh divides."""
     case, mesh = models.CASES["mlp"], make_mesh(**sizes)
     both = jfsdp.value_and_grad(weighted, microbatches=microbatches, sync=sync)
-    x, weights = batch_on(mesh, repeated(case.batch)), batch_on(mesh, mask())
+    x, weights = batch_on(mesh, repeated(case.batch)), batch_on(mesh, uneven_weights())
     loss, grads = nnx.jit(both)(case.sharded(mesh), x, weights)
     expected, expected_grads = reference("mlp")
     assert loss.dtype == jnp.float32
@@ -96,7 +84,7 @@ def test_masked_means_are_those_of_one_batch(sizes, microbatches, sync):
 def test_every_kind_of_model_is_as_on_one_batch(name, sync):
     case, mesh = models.CASES[name], make_mesh(R=2, S=4)
     both = jfsdp.value_and_grad(weighted, microbatches=4, sync=sync)
-    loss, grads = nnx.jit(both)(case.sharded(mesh), repeated(case.batch), mask())
+    loss, grads = nnx.jit(both)(case.sharded(mesh), repeated(case.batch), uneven_weights())
     expected, expected_grads = reference(name)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
@@ -110,7 +98,7 @@ def test_it_runs_beside_a_tensor_axis(mesh_of, sync):
         dims = jfsdp.DataParallelMeshDims(shard="S")
         model = case.sharded(mesh, dp_mesh_dims=dims)
         both = jfsdp.value_and_grad(weighted, microbatches=2, sync=sync)
-        x, weights = jnp.asarray(repeated(case.batch)), mask()
+        x, weights = jnp.asarray(repeated(case.batch)), uneven_weights()
         if mesh_of is explicit_set:
             x, weights = (jax.device_put(a, jax.NamedSharding(mesh, P("S"))) for a in (x, weights))
         loss, grads = nnx.jit(both)(model, x, weights)
@@ -136,7 +124,7 @@ def test_the_users_remat_and_either_reshard(sync, reshard):
 def test_one_device_accumulates_too():
     case, mesh = models.CASES["mlp"], make_mesh(S=1)
     both = jfsdp.value_and_grad(weighted, microbatches=4)
-    loss, grads = nnx.jit(both)(case.sharded(mesh), repeated(case.batch), mask())
+    loss, grads = nnx.jit(both)(case.sharded(mesh), repeated(case.batch), uneven_weights())
     expected, expected_grads = reference("mlp")
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(grads, expected_grads)
@@ -145,7 +133,7 @@ def test_one_device_accumulates_too():
 def test_a_mean_of_means_is_what_a_scalar_loss_gives():
     """And the sum with its weight what it does not."""
     model = jfsdp.shard(linears(1, 8), make_mesh(S=8))
-    x, weights = rows(64, 8), mask()
+    x, weights = rows(64, 8), uneven_weights()
     apart = jfsdp.value_and_grad(lambda m, x, w: mean_of_weighted(m, x, w + 1e-3), microbatches=2)
     exact = jfsdp.value_and_grad(lambda m, x, w: weighted(m, x, w + 1e-3), microbatches=2)
     expected = mean_of_weighted(linears(1, 8), x, weights + 1e-3)
@@ -195,7 +183,7 @@ def test_it_runs_in_the_users_own_shard_map(tracked, sync):
     def step(state: Any, x: Any, weights: Any) -> Any:
         return both(nnx.merge(graphdef, state), x, weights)
 
-    loss, grads = step(state, jnp.asarray(repeated(case.batch)), mask())
+    loss, grads = step(state, jnp.asarray(repeated(case.batch)), uneven_weights())
     expected, expected_grads = reference("mlp")
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(grads, expected_grads)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from helpers import batch_on, compilations, make_mesh, rows
+from helpers import batch_on, compilations, make_mesh, repeated, rows, uneven_weights
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
@@ -34,21 +34,9 @@ def mean_of_weighted(model: Any, params: Any, x: Any, weights: Any) -> jax.Array
     return total / weight
 
 
-def repeated(x: Any, count: int = 64) -> Any:
-    copies = np.concatenate([x] * (count // len(x)))
-    scale = np.linspace(0.5, 1.5, count, dtype=np.float32).reshape(-1, *[1] * (x.ndim - 1))
-    return copies if x.dtype.kind == "i" else copies * scale
-
-
-def mask(count: int = 64) -> np.ndarray:
-    weights = np.random.default_rng(0).integers(0, 4, count).astype(np.float32)
-    weights[:16] = 0
-    return weights
-
-
 def assert_as_one_batch(name: str, microbatches: int, sync: str, **sizes: int) -> None:
     case, mesh = models.CASES[name], make_mesh(**sizes)
-    model, x, weights = case.sharded(mesh), repeated(case.batch), mask()
+    model, x, weights = case.sharded(mesh), repeated(case.batch), uneven_weights()
     described = models.abstract(model, x)["params"]
     params = models.filled(described)
     loss_fn = functools.partial(weighted, model)
@@ -262,8 +250,8 @@ def test_it_runs_in_the_users_own_shard_map(tracked, sync):
         both, mesh=mesh, in_specs=(specs, batch, batch), out_specs=(P(), specs), check_vma=tracked
     )
     plain = functools.partial(mean_of_weighted, case.make())
-    expected = jax.value_and_grad(plain)(jax.device_get(params), x, mask())
-    models.assert_same(jax.jit(step)(params, x, jnp.asarray(mask())), expected, 2e-6)
+    expected = jax.value_and_grad(plain)(jax.device_get(params), x, uneven_weights())
+    models.assert_same(jax.jit(step)(params, x, jnp.asarray(uneven_weights())), expected, 2e-6)
 
 
 # --------------------------------------------------------------------------------------------------
