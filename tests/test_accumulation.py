@@ -80,7 +80,9 @@ def test_masked_means_are_those_of_one_batch(sizes, microbatches, sync):
 
 
 @EVERY_SYNC
-@pytest.mark.parametrize("name", ["attention", "tied", "scanned"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("attention", "tied")), "scanned"]
+)
 def test_every_kind_of_model_is_as_on_one_batch(name, sync):
     case, mesh = models.CASES[name], make_mesh(R=2, S=4)
     both = jfsdp.value_and_grad(weighted, microbatches=4, sync=sync)

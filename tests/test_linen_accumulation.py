@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 
 EVERY_SYNC = pytest.mark.parametrize("sync", ["every", "last"])
-MESHES = pytest.mark.parametrize("sizes", [{"S": 8}, {"R": 2, "S": 4}], ids=["S8", "R2xS4"])
 
 
 def weighted(model: Any, params: Any, x: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
@@ -52,15 +51,21 @@ def assert_as_one_batch(name: str, microbatches: int, sync: str, **sizes: int) -
         assert got.sharding.is_equivalent_to(parameter.sharding, got.ndim)
 
 
-@MESHES
 @EVERY_SYNC
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
-def test_masked_means_are_those_of_one_batch(sizes, microbatches, sync):
-    assert_as_one_batch("mlp", microbatches, sync, **sizes)
+def test_masked_means_are_those_of_one_batch(microbatches, sync):
+    assert_as_one_batch("mlp", microbatches, sync, R=2, S=4)
 
 
 @EVERY_SYNC
-@pytest.mark.parametrize("name", ["attention", "tied", "scanned"])
+def test_masked_means_without_replicas(sync):
+    assert_as_one_batch("mlp", 4, sync, S=8)
+
+
+@EVERY_SYNC
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("attention", "tied")), "scanned"]
+)
 def test_every_kind_of_model_is_as_on_one_batch(name, sync):
     assert_as_one_batch(name, 4, sync, R=2, S=4)
 

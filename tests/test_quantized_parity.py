@@ -31,11 +31,12 @@ QUICK = [
     ("S4xT2", "explicit_set", "mlp", "nnx"),
 ]
 SLOW = [
-    (mesh, axes, case, front)
-    for mesh in ("S8", "R2xS4", "S2xS4")
-    for axes in ("auto", "explicit_set")
-    for case in ("mlp", "scanned")
-    for front in ("nnx", "linen")
+    *((mesh, axes, "mlp", "nnx") for mesh in ("S8", "R2xS4") for axes in ("auto", "explicit_set")),
+    *(
+        ("S2xS4", "explicit_set", c, front)
+        for c in ("mlp", "scanned")
+        for front in ("nnx", "linen")
+    ),
 ]
 
 
