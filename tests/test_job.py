@@ -105,8 +105,16 @@ MISTAKES = [
         "[shard] param_dtype = 'bf16' must be one of float32, bfloat16, float16",
     ),
     (
+        ("units =", "reshard_after_forward = 1.5\nunits ="),
+        "reshard_after_forward = 1.5 must be true, false, a whole number, or the names of shard axes",
+    ),
+    (
         ("units =", 'reshard_after_forward = "no"\nunits ='),
-        "reshard_after_forward = 'no' must be true or fal",
+        "[shard]: reshard_after_forward=('no',): 'no' is no axis of the mesh",
+    ),
+    (
+        ('"adam"', '"adam"\nmicrobatches = 3'),
+        "16 does not divide over 8 data-parallel devices (replica=2 x fsdp=4) x 3 microbatches; use 24",
     ),
     (
         ("[model]", 'target = "v9:8"\n[model]'),
@@ -279,3 +287,28 @@ def test_a_stack_of_layers_is_not_sharded_over_its_layers(write: Write) -> None:
     assert rows["layers.kernel"].unit == "layers"
     assert rows["layers.kernel"].shape == (16, 8, 8)
     assert rows["layers.kernel"].spec[0] is None
+
+
+def test_microbatches_are_those_of_the_step(write: Write) -> None:
+    """Of 2 microbatches every gradient is scattered twice, and all-reduced over the replicas once."""
+    once = build_job(read_config(write())).inspect(compile=False)
+    twice = build_job(read_config(write(('"adam"', '"adam"\nmicrobatches = 2'))))
+    report = twice.inspect(compile=False)
+    report.check()
+    for kind, times in (("reduce-scatter", 2), ("all-gather", 2)):
+        assert report.count(kind) == times * once.count(kind) > 0
+    assert report.count("all-reduce", "replica") == once.count("all-reduce", "replica")
+
+
+@pytest.mark.parametrize("said", ['"inner"', '["inner"]', "2"])
+def test_weights_stay_on_the_axes_that_the_file_says(write: Write, said: str) -> None:
+    changes = (
+        ("replica = 2\nfsdp = 4", "outer = 4\ninner = 2"),
+        ('shard = "fsdp"', f'shard = ["outer", "inner"]\nreshard_after_forward = {said}'),
+        ('replicate = "replica"\n', ""),
+    )
+    job = build_job(read_config(write(*changes)))
+    report = job.inspect(compile=False)
+    report.check()
+    backward = [c for c in report.collectives if c.kind == "all-gather" and c.phase == "backward"]
+    assert backward and {c.axes for c in backward} == {("inner",)}

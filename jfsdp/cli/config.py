@@ -50,12 +50,14 @@ class StepConfig:
         optimizer: the name of a factory in optax.
         arguments: its keyword arguments.
         tokens: of one global batch, for the roofline; None if it is not said.
+        microbatches: into how many a device splits its part of the batch.
     """
 
     loss: str
     optimizer: str
     arguments: dict[str, Any]
     tokens: int | None = None
+    microbatches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ShardConfig:
     stacked: tuple[str, ...] = ()
     param_dtype: str | None = None
     reduce_dtype: str | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ class JobConfig:
 
 TABLES: Final = {
     "model": {"source": str, "build": str, "arguments": dict},
-    "step": {"loss": str, "optimizer": str, "arguments": dict, "tokens": int},
+    "step": {"loss": str, "optimizer": str, "arguments": dict, "tokens": int, "microbatches": int},
     "shard": {
         "shard": list,
         "replicate": list,
@@ -118,17 +120,17 @@ TABLES: Final = {
         "stacked": list,
         "param_dtype": str,
         "reduce_dtype": str,
-        "reshard_after_forward": bool,
+        "reshard_after_forward": object,
     },
 }
 ARRAY: Final = {"shape": list, "dtype": str}
-OPTIONAL: Final = ("arguments", "tokens", *TABLES["shard"])
+OPTIONAL: Final = ("arguments", "tokens", "microbatches", *TABLES["shard"])
 KINDS: Final = {
     str: "text",
     int: "a whole number above 0",
     dict: "a table, such as { width = 256 }",
     list: "a name or a list of names",
-    bool: "true or false",
+    object: "true, false, a whole number, or the names of shard axes",
 }
 FLOATS: Final = ("float32", "bfloat16", "float16")
 DTYPES: Final = (*FLOATS, "int32", "int8", "int16", "uint8", "uint16", "uint32", "bool")
@@ -208,7 +210,9 @@ class _Reader:
         }
 
     def value(self, where: str, kind: type, value: Any) -> Any:
-        if kind is list:
+        if kind is object and type(value) in (bool, int):
+            right = True
+        elif kind in (list, object):
             value = [value] if isinstance(value, str) else value
             right = isinstance(value, list) and all(isinstance(name, str) for name in value)
             value = tuple(value) if right else value
@@ -272,7 +276,10 @@ def check_sizes(config: JobConfig) -> None:
     Raises:
         ConfigError: one does not; the next sizes that do are named.
     """
-    devices = config.data_parallel_size
+    devices, count = config.data_parallel_size, config.step.microbatches
+    over = f"{devices} data-parallel devices ({_axes(config)})"
+    if count > 1:
+        devices, over = devices * count, f"{over} x {count} microbatches"
     for name, array in config.batch.items():
         size = array.shape[0]
         if size % devices:
@@ -280,8 +287,7 @@ def check_sizes(config: JobConfig) -> None:
             use = f"{below} or {below + devices}" if below else devices
             raise config.error(
                 f"[batch.{name}] shape",
-                f"{size} does not divide over {devices} data-parallel devices "
-                f"({_axes(config)}); use {use}",
+                f"{size} does not divide over {over}; use {use}",
             )
     sizes = {name: array.shape[0] for name, array in config.batch.items()}
     if len(set(sizes.values())) > 1:

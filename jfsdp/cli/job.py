@@ -18,6 +18,7 @@ The file is TOML:
     optimizer = "adamw"                  # a factory in optax
     arguments = { learning_rate = 3e-4 }
     tokens = 524288                      # in one global batch; only for the roofline
+    microbatches = 4                     # see jfsdp.value_and_grad; the loss is a mean of equal rows
 
     [mesh]                               # axes in order, and their sizes
     fsdp = 64
@@ -28,7 +29,7 @@ The file is TOML:
     stacked = ["layers"]                 # scanned stacks of layers: units with stacked_axis=0
     param_dtype = "bfloat16"
     reduce_dtype = "float32"
-    reshard_after_forward = true
+    reshard_after_forward = true         # or false, the names of shard axes, the size of the last ones
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jfsdp import api, reports
 from jfsdp.cli.config import ConfigError, JobConfig, check_sizes, did_you_mean
 from jfsdp.cli.source import check_call, function, load, one_line
+from jfsdp.gradients import value_and_grad
 from jfsdp.inspect import Report
 from jfsdp.inspect.topology import topology
 from jfsdp.mesh import DataParallelMeshDims, resolve_mesh
@@ -117,17 +119,21 @@ def build_job(config: JobConfig, target: str | None = None) -> Job:
     loss = function(config, "[step] loss", module, config.step.loss)
     check_call(config, "[batch]", loss, config.batch, 1)
     optimizer = nnx.Optimizer(model, _optimizer(config), wrt=nnx.Param)
-    return Job(config, mesh, model, optimizer, batch, train_step(loss), notes)
+    step = train_step(loss, config.step.microbatches)
+    return Job(config, mesh, model, optimizer, batch, step, notes)
 
 
-def train_step(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+def train_step(loss: Callable[..., jax.Array], microbatches: int = 1) -> Callable[..., Any]:
     """The step that every job takes: the loss, its gradients, the optimizer's update."""
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
         def of_model(model: nnx.Module) -> jax.Array:
             return loss(model, **batch)
 
-        value, gradients = nnx.value_and_grad(of_model)(model)
+        if microbatches > 1:
+            value, gradients = value_and_grad(loss, microbatches=microbatches)(model, **batch)
+        else:
+            value, gradients = nnx.value_and_grad(of_model)(model)
         optimizer.update(model, gradients)
         return value
 
