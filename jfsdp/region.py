@@ -12,6 +12,7 @@ code has been differentiated inside, it cannot.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -200,6 +201,8 @@ def _differentiated_inside(
     replay: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
 ) -> Rows:
+    patterns: set[tuple[int, ...]] = set()
+
     @jax.custom_vjp
     def function(*values: jax.Array) -> Rows:
         return run(values)
@@ -208,6 +211,9 @@ def _differentiated_inside(
         values = [primal.value for primal in primals]
         # Symbolic zeros tell which leaves are differentiated: a frozen one costs no reduction.
         wanted = [i for i, p in enumerate(primals) if p.perturbed and _is_floating(p.value)]
+        patterns.add(tuple(wanted))
+        if len(patterns) > 1:
+            _traced_once_for_several.set(True)
         tape = _Tape(wanted)
         rows, residuals = record(values, tape)
         return rows, (tape, residuals)
@@ -229,6 +235,12 @@ def _differentiated_inside(
                 'jacfwd, linearize). Use reverse mode, or partitioning="auto".'
             ) from error
         raise
+
+
+_traced_once_for_several: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "traced_once_for_several", default=False
+)
+"""Whether one traced unit was differentiated by different leaves: asked only when jax fails."""
 
 
 @jax.tree_util.register_static
@@ -269,8 +281,18 @@ class _Tape:
                 None if t is None else next(values) if is_known else _zeros(t)
                 for t, is_known in zip(types, known, strict=True)
             ])  # fmt: skip
-        with keep_recomputed_gathers():
-            (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
+        try:
+            with keep_recomputed_gathers():
+                (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
+        except (AssertionError, ValueError) as error:
+            if not _traced_once_for_several.get():
+                raise
+            raise NotImplementedError(
+                "a remat (nnx.remat, nn.remat, jax.checkpoint) that was made once is called for several "
+                "units, which differ in which of their inputs are differentiated; the first one's is data, "
+                "say. JAX traces it once, and takes the residuals of all to be those of one. Make it anew "
+                "for each, in the loop: nnx.remat(forward)(block, x)."
+            ) from error
         return gradients
 
 

@@ -252,6 +252,28 @@ def test_second_derivative_is_refused():
     )
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_one_remat_for_units_that_are_differentiated_by_other_inputs_is_refused(anew: bool):
+    """The first one's input is data. Made in the loop, it is none of jfsdp's business."""
+
+    def forward(model: Model, x: jax.Array) -> jax.Array:
+        call = nnx.remat(lambda layer, x: layer(x))
+        for layer in (model.same, model.again):
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x) if anew else call(layer, x)
+        return x
+
+    model = Model(forward)
+    for name, seed in (("same", 1), ("again", 2)):
+        setattr(model, name, nnx.Linear(8, 8, rngs=nnx.Rngs(seed)))
+    jfsdp.shard(model, make_mesh(fsdp=8), units=["same", "again"])
+    grad = nnx.jit(nnx.grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    if anew:
+        grad(model, X)
+        return
+    with pytest.raises(NotImplementedError, match=r"Make it anew for each, in the loop: nnx.remat"):
+        grad(model, X)
+
+
 def test_shard_map_over_some_of_the_axes_is_refused():
     mesh = make_mesh(replica=2, fsdp=4)
     model = sharded(mesh=mesh)
