@@ -284,8 +284,8 @@ class _Tape:
         try:
             with keep_recomputed_gathers():
                 (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
-        except (AssertionError, ValueError) as error:
-            if not _traced_once_for_several.get():
+        except AssertionError as error:  # a bare one of jax's
+            if error.args or not _traced_once_for_several.get():
                 raise
             raise NotImplementedError(
                 "a remat (nnx.remat, nn.remat, jax.checkpoint) that was made once is called for several "
