@@ -21,7 +21,7 @@ from jfsdp.explicit import enter, leave
 from jfsdp.hidden import Shard
 from jfsdp.losses import Input, Loss, Options
 from jfsdp.mesh import DataParallelMesh
-from jfsdp.unshard import Gathering, reduce
+from jfsdp.trained import Trained
 from jfsdp.varying import is_tracked, varying_over
 
 __all__ = ["Results", "Step", "differentiate"]
@@ -53,7 +53,7 @@ class Step:
     trained: Sequence[int]
     rows: int | None
     run: Callable[[list[Any]], Loss]
-    rows_of_aux: Callable[[Sequence[Any], int | None], list[tuple[Row, str]]]
+    rows_of_aux: Callable[[int | None], list[tuple[Row, str]]]
     rows_of_state: Callable[[], dict[int, Row]]
     kinds: tuple[Row, ...]
 
@@ -93,11 +93,10 @@ def differentiate(step: Step, leaves: Sequence[jax.Array], options: Options) -> 
         entering = [enter(x, spec, dp) for x, spec in zip(leaves, specs, strict=True)]
         loss, gradients, rows = mapped(entering)
         loss = leave(loss, PartitionSpec(), dp, leaves)
-        own = [(leaves[index], step.inputs[index]) for index in step.trained]
-        each = zip(gradients, own, strict=True)
-        gradients = [leave(x, one.spec, dp, [leaf]) for x, (leaf, one) in each]
-        each = zip(gradients, own, strict=True)
-        gradients = [x if one.shard is None else one.shard[1].tied(x, dp) for x, (_, one) in each]
+        for place, index in enumerate(step.trained):
+            one = step.inputs[index]
+            gradient = leave(gradients[place], one.spec, dp, [leaves[index]])
+            gradients[place] = gradient if one.shard is None else one.shard[1].tied(gradient, dp)
     values = [rows[row][column] for row, column in order]
     count = len(values) - len(changed)
     aux = [leave(x, row.spec, dp, leaves) for x, row in zip(values[:count], kinds, strict=False)]
@@ -142,7 +141,9 @@ def _on_this_device(
         if one.kind == "batch"
     }
     state = [index for index, one in enumerate(inputs) if one.kind == "state"]
-    trained = [_Trained(step, index, values[index], options.sync) for index in step.trained]
+    trained = [
+        Trained(index, inputs[index], values[index], dp, options.sync) for index in step.trained
+    ]
     seen = _Seen()
 
     def microbatch(carry: Any, number: Any, batch: dict[int, jax.Array]) -> tuple[Any, Any]:
@@ -194,7 +195,7 @@ def _on_this_device(
     loss = sums[0] / (sums[1] if seen.weighted else dp.size * count)
     factor = seen.parts / sums[1] if seen.weighted else None
     gradients = [one.reduced(x, factor) for one, x in zip(trained, accumulated, strict=True)]
-    kinds = step.rows_of_aux([x[0] for x in aux], rows)
+    kinds = step.rows_of_aux(rows)
     left = [
         (_averaged(_combined(x, how), row, region), row)
         for x, (row, how) in zip(aux, kinds, strict=True)
@@ -224,59 +225,6 @@ class _Seen:
         self.weighted = loss.weight is not None
         self.parts = microbatches * ((rows or 1) if self.weighted else 1)
         self.changed = frozenset(loss.changed)
-
-
-class _Trained:
-    """One leaf that is differentiated: what its gradient is accumulated in, and how it is reduced."""
-
-    def __init__(self, step: Step, index: int, value: jax.Array, sync: str):
-        self.index, self._shard, self._dtype = index, step.inputs[index].shard, value.dtype
-        self._whole = sync == "last" and self._shard is not None
-        self._shape = list(value.shape)
-        if self._shard is None:  # no unit's: every device has all of it
-            axes = step.dp.larger_than_one(step.dp.axes)
-            path, kind = step.inputs[index].path, value.dtype
-            self._how = Gathering(path, kind, (), axes, param_dtype=kind, reduce_dtype=kind)
-        else:
-            unit, placement = self._shard
-            self._how = unit.gathering(placement, value)
-        kept = jnp.promote_types(self._how.reduce_dtype, value.dtype)
-        self._accumulated_in = self._how.reduce_dtype if self._whole else kept
-        self._reduced_in = kept
-        if self._whole:
-            for dim, axes in self._how.dims:
-                self._shape[dim] *= step.dp.size_of(axes)
-
-    def zeros(self) -> jax.Array:
-        """The gradient of no microbatch."""
-        return jnp.zeros(self._shape, self._accumulated_in)
-
-    def point(self, value: jax.Array, accumulated: jax.Array) -> jax.Array:
-        """The array that the loss is differentiated by: of the shape and dtype to accumulate in."""
-        return accumulated if self._whole else value.astype(self._accumulated_in)
-
-    def held(self, value: jax.Array, point: jax.Array) -> Any:
-        """What the loss finds in place of the parameter."""
-        if self._shard is None:
-            return point
-        placement = dataclasses.replace(self._shard[1], dtype=self._dtype)
-        if self._whole:
-            return Shard(value, placement, whole_gradient=point)
-        return Shard(point, placement, partial=True)
-
-    def reduced(self, accumulated: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """The gradient as it leaves, of the parameter's dtype."""
-        how = dataclasses.replace(self._how, dtype=self._reduced_in)
-        if not self._whole:  # what is left is the sum over copies
-            how = dataclasses.replace(how, dims=())
-        elif (
-            how.headroom != 1
-        ):  # which `unshard` has multiplied each by, and `reduce` does once more
-            accumulated = accumulated.astype(self._reduced_in) / how.headroom
-        gradient = reduce(accumulated, how) if how.dims or how.summed_axes else accumulated
-        if factor is not None:
-            gradient = gradient * factor.astype(gradient.dtype)
-        return gradient.astype(self._dtype)
 
 
 def _held(value: jax.Array, one: Input) -> Any:

@@ -80,7 +80,7 @@ def value_and_grad(
         trained=trained,
         rows=rows,
         run=run,
-        rows_of_aux=lambda _, rows: rows_of_aux(name, results[0], rows, dp, options.out_specs),
+        rows_of_aux=lambda rows: rows_of_aux(name, results[0], rows, dp, options.out_specs),
         rows_of_state=dict,
         kinds=output_rows(dp, []),
     )
@@ -138,7 +138,7 @@ class _Call:
     def plans(self) -> list[ModulePlan]:
         """Those of the modules that the loss calls, found by tracing it."""
         with recording() as plans, _anew(object()):
-            jax.eval_shape(lambda leaves: self.run(leaves), self.leaves)
+            jax.eval_shape(self.run, self.leaves)
         return plans
 
     def path(self, index: int) -> str:

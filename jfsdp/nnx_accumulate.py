@@ -87,7 +87,7 @@ def value_and_grad(
         trained=held.trained,
         rows=rows,
         run=run,
-        rows_of_aux=lambda _, rows: rows_of_aux(
+        rows_of_aux=lambda rows: rows_of_aux(
             call.name, call.result, rows, unit.dp, options.out_specs
         ),
         rows_of_state=rows_of_state,
