@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from jfsdp.placement import Placement
+from jfsdp.units import Unit
 
-__all__ = ["Absent", "Shard"]
+__all__ = ["Absent", "Shard", "gathered_types"]
 
 
 class _Sharded:
@@ -92,3 +94,15 @@ class Absent(_Sharded):
     """What stands for a `Shard` where not even the array of its part may be seen."""
 
     placement: Placement
+
+
+def gathered_types(shards: Iterable[Shard], unit: Unit) -> tuple[list[Any], list[Any]]:
+    """Types of what a unit's gathers of these shards take, and of the whole weights that come out."""
+    gathered, wholes = [], []
+    for shard in shards:
+        how = unit.gathering(shard.placement, shard.array, partial=shard.partial)
+        if how.dims:
+            *taken, whole = unit.gathered_types(how, shard.array)
+            gathered += taken
+            wholes.append(whole)
+    return gathered, wholes

@@ -10,7 +10,7 @@ import jax
 
 from jfsdp import auto
 from jfsdp import region as regions
-from jfsdp.hidden import Shard
+from jfsdp.hidden import Shard, gathered_types
 from jfsdp.linen_lift import Arrays, LiftedCall
 from jfsdp.linen_plan import ModulePlan, Names
 from jfsdp.placement import Placement
@@ -71,7 +71,7 @@ def call_here(
         for leaf, found in zip(leaves, shards, strict=True)
         if found is not None and plan.owners[found[0]] == path
     ]
-    types, whole_types = _gathered_types(own, unit)
+    types, whole_types = gathered_types(own, unit)
     if types and unit.reshards(is_root):
         run = jax.checkpoint(
             lambda leaves: regions.call_here(body, leaves),
@@ -122,16 +122,3 @@ def _body(
         return call.run(wholes(leaves), cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
 
     return body
-
-
-def _gathered_types(parameters: Sequence[Shard], unit: Unit) -> tuple[list[Any], list[Any]]:
-    """Types of what a call's gathers take, and of the whole weights that come out."""
-    shards, wholes = [], []
-    for hidden in parameters:
-        shard = hidden.array
-        how = unit.gathering(hidden.placement, shard, partial=hidden.partial)
-        if how.dims:
-            *taken, whole = unit.gathered_types(how, shard)
-            shards += taken
-            wholes.append(whole)
-    return shards, wholes

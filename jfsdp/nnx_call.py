@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from flax import nnx
 from jfsdp import auto
 from jfsdp import region as regions
 from jfsdp.calls import Result
-from jfsdp.hidden import Shard
+from jfsdp.hidden import Shard, gathered_types
 from jfsdp.nnx_tree import class_name, owned, placement_of, walk
 from jfsdp.remat import refuse_gathered
 from jfsdp.units import Unit, cast_floating
@@ -151,7 +151,7 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
                 variable.set_raw_value(unshard(value.array, how, value.whole_gradient))
 
     body = run = _body(call, unit, prepare, lambda tree: tree)
-    shards, wholes = _gathered_types(call, unit, outermost)
+    shards, wholes = gathered_types(_shards(call, outermost), unit)
     if shards and unit.reshards(is_root=not _inside.get()):
         run = jax.checkpoint(
             lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
@@ -239,18 +239,11 @@ def _refuse_strangers(caller: str, module: Any) -> None:
         )
 
 
-def _gathered_types(call: Call, unit: Unit, outermost: bool) -> tuple[list[Any], list[Any]]:
-    """Types of what this call's gathers take, and of the whole weights that come out."""
-    shards, wholes = [], []
+def _shards(call: Call, outermost: bool) -> Iterator[Shard]:
+    """The shards of the unit that is called."""
     for variable in owned(call.objects[0]).values():
         value, placement = variable.get_raw_value(), placement_of(variable)
-        if placement is None or not (outermost or isinstance(value, Shard)):
-            continue
-        hidden = value if isinstance(value, Shard) else Shard(value, placement)
-        shard = hidden.array
-        how = unit.gathering(placement, shard, partial=hidden.partial)
-        if how.dims:
-            *taken, whole = unit.gathered_types(how, shard)
-            shards += taken
-            wholes.append(whole)
-    return shards, wholes
+        if isinstance(value, Shard):
+            yield value
+        elif placement is not None and outermost:
+            yield Shard(value, placement)
