@@ -11,11 +11,35 @@ import importlib
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["cuda_topology", "let_gpus_be_absent"]
+__all__ = ["cuda_topology", "function_of", "let_gpus_be_absent", "scan_counts"]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan equation are constant, and how many are carried; the others are sliced.
+
+    Args:
+        params: those of the equation. jax 0.10.2 has the numbers in it, 0.12.0.1 a tree of all operands.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def function_of(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A program without constants as a function.
+
+    Args:
+        jaxpr: a jaxpr, closed or not: jax 0.10.2 has two classes, of which only one can be called, 0.12.0.1 one.
+    """
+    from jax.extend import core
+
+    closed = jaxpr if hasattr(jaxpr, "consts") else vars(core)["ClosedJaxpr"](jaxpr, ())
+    return core.jaxpr_as_fun(closed)
 
 
 def let_gpus_be_absent() -> None:

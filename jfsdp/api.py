@@ -39,6 +39,7 @@ def shard(
     ignored_params: Any = None,
     units: Any = (),
     stacked_axis: int | None = None,
+    prefetch: int = 1,
     all_gather: AllGather | None = None,
     reduce_scatter: ReduceScatter | None = None,
     partitioning: str = "manual",
@@ -100,6 +101,10 @@ def shard(
             found when the module is first initialized or applied, by an abstract initialization.
         stacked_axis: NNX only: the layer axis of parameters that `nnx.vmap` stacked and `nnx.scan` runs
             over; it is never sharded, so that each layer is gathered inside the loop.
+        prefetch: how many units ahead of the one that runs weights are gathered, in the forward and in the
+            backward, as the outermost unit says. 1: while a unit runs, the next one's weights are gathered and
+            the last one's gradients reduced, and no others. 0: a unit waits for its own; least memory, no
+            overlap. Layers of a scan look ahead by one at most.
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.
         partitioning: "manual": jfsdp places every collective by name. "auto": sharding constraints in
@@ -169,6 +174,7 @@ def shard(
         reduce_scatter=reduce_scatter,
         partitioning=partitioning,
         stacked_axis=stacked_axis,
+        prefetch=prefetch,
     )
     linen_kind = isinstance(module, nn.Module) or _is_linen_class(module)
     several = isinstance(module, list | tuple)
@@ -187,6 +193,7 @@ def shard(
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
         partitioning=partitioning,
+        prefetch=prefetch,
         in_specs=freeze_specs("in_specs", in_specs, str, dp),
         out_specs=freeze_out_specs(out_specs, dp),
         state_specs=freeze_specs("state_specs", state_specs, str if linen_kind else type, dp),

@@ -7,9 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from jfsdp.pieces import used_name
 from jfsdp.placement import Placement
 from jfsdp.units import Unit
+from jfsdp.unshard import unshard
+from jfsdp.weights import Weight
 
 __all__ = ["Absent", "Shard", "gathered_types"]
 
@@ -80,12 +84,44 @@ class Shard(_Sharded):
         whole_gradient: where the gradient of the whole weight goes, unreduced: an array of the weight's shape
             whose values nobody reads. None: it is reduced and goes to `array`.
         partial: whether that reduction stops at the scatter. Then `array` is of the dtype to accumulate in.
+        group: None, or the number of its unit in the schedule of the outermost call, which has gathered it:
+            `array` is the whole weight.
     """
 
     array: jax.Array
     placement: Placement = dataclasses.field(metadata={"static": True})
     whole_gradient: jax.Array | None = None
     partial: bool = dataclasses.field(default=False, metadata={"static": True})
+    group: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def unsharded(self, unit: Unit) -> jax.Array:
+        """The whole weight, in the call of its unit."""
+        if self.group is not None:
+            return checkpoint_name(self.array, used_name(self.group))
+        how = unit.gathering(self.placement, self.array, partial=self.partial)
+        return unshard(self.array, how, self.whole_gradient)
+
+    def weight(self, unit: Unit, is_root: bool, group: int, places: Shard) -> Weight | None:
+        """What a schedule has to know of it; None if there is nothing to gather.
+
+        Args:
+            unit: the unit that owns it.
+            is_root: whether that is the outermost one.
+            group: its number.
+            places: a shard with the places of its arrays among the leaves of the call instead of them.
+        """
+        how = unit.gathering(self.placement, self.array, partial=self.partial)
+        if not how.dims:
+            return None
+        target = self.whole_gradient
+        return Weight(
+            index=places.array,  # pyright: ignore[reportArgumentType]
+            how=how,
+            group=group,
+            again=unit.reshards(is_root),
+            whole_gradient=places.whole_gradient,  # pyright: ignore[reportArgumentType]
+            gradient_dtype=None if target is None else target.dtype,
+        )
 
 
 @jax.tree_util.register_static
@@ -101,7 +137,7 @@ def gathered_types(shards: Iterable[Shard], unit: Unit) -> tuple[list[Any], list
     gathered, wholes = [], []
     for shard in shards:
         how = unit.gathering(shard.placement, shard.array, partial=shard.partial)
-        if how.dims:
+        if how.dims and shard.group is None:
             *taken, whole = unit.gathered_types(how, shard.array)
             gathered += taken
             wholes.append(whole)

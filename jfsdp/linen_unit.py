@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from jfsdp.linen_lift import Arrays, LiftedCall
 from jfsdp.linen_plan import ModulePlan, Names
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
+from jfsdp.schedule import call_scheduled
 from jfsdp.units import Unit, cast_floating
-from jfsdp.unshard import unshard
+from jfsdp.weights import Weight
 
 __all__ = ["call_auto", "call_here"]
 
@@ -51,21 +52,39 @@ def call_here(
             )
     unreduced = [None if found is None else found[1].whole_gradient for found in shards]
 
-    def whole(leaf: Any, found: tuple[Names, Shard] | None, whole_gradient: Any) -> Any:
+    def gathering(groups: Mapping[int, int]) -> regions.Body:
+        def wholes(values: Sequence[Any]) -> list[Any]:
+            further = iter(values[len(shards) :])
+            gradients = [None if x is None else next(further) for x in unreduced]
+            return [
+                whole(leaf, found, gradient, groups.get(index))
+                for index, (leaf, found, gradient) in enumerate(
+                    zip(values[: len(shards)], shards, gradients, strict=True)
+                )
+            ]
+
+        return _body(call, unit, wholes, lambda tree: tree)
+
+    def whole(leaf: Any, found: Any, whole_gradient: Any, group: int | None) -> Any:
         if found is None:
             return leaf
         names, shard = found
-        if plan.owners[names] != path:
-            return dataclasses.replace(shard, array=leaf, whole_gradient=whole_gradient)
-        how = unit.gathering(shard.placement, leaf, partial=shard.partial)
-        return unshard(leaf, how, whole_gradient)
+        shard = dataclasses.replace(shard, array=leaf, whole_gradient=whole_gradient)
+        if group is not None:
+            shard = Shard(leaf, shard.placement, group=group)
+        return shard.unsharded(unit) if plan.owners[names] == path else shard
 
-    def wholes(values: Sequence[Any]) -> list[Any]:
-        further = iter(values[len(shards) :])
-        gradients = [None if x is None else next(further) for x in unreduced]
-        return list(map(whole, values[: len(shards)], shards, gradients))
+    values = [*leaves, *(x for x in unreduced if x is not None)]
+    if is_root:
+        weights = _weights(leaves, shards, plan, path)
+        if weights:
 
-    body = run = _body(call, unit, wholes, lambda tree: tree)
+            def scheduled(values: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
+                return gathering(groups)(values)
+
+            arrays, written = call_scheduled(scheduled, values, weights, prefetch=unit.prefetch)
+            return arrays, written
+    body = run = gathering({})
     own = [
         dataclasses.replace(found[1], array=leaf)
         for leaf, found in zip(leaves, shards, strict=True)
@@ -77,8 +96,35 @@ def call_here(
             lambda leaves: regions.call_here(body, leaves),
             policy=refuse_gathered(types, whole_types),
         )
-    arrays, written = run([*leaves, *(x for x in unreduced if x is not None)])
+    arrays, written = run(values)
     return arrays, written
+
+
+def _weights(
+    leaves: Sequence[Any],
+    shards: Sequence[tuple[Names, Shard] | None],
+    plan: ModulePlan,
+    path: Names,
+) -> list[Weight]:
+    """What the schedule of the outermost unit's call may gather."""
+    numbers = {path: 0}
+    further = len(leaves)
+    weights = []
+    for index, (leaf, found) in enumerate(zip(leaves, shards, strict=True)):
+        if found is None:
+            continue
+        names, shard = found
+        target = None
+        if shard.whole_gradient is not None:
+            target, further = further, further + 1
+        owner = plan.owners[names]
+        group = numbers.setdefault(owner, len(numbers))
+        places = dataclasses.replace(shard, array=index, whole_gradient=target)
+        shard = dataclasses.replace(shard, array=leaf)
+        weight = shard.weight(plan.units[owner], group == 0, group, places)
+        if weight is not None:
+            weights.append(weight)
+    return weights
 
 
 def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_root: bool) -> Arrays:

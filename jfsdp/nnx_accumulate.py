@@ -25,7 +25,15 @@ from jfsdp.losses import (
 from jfsdp.nnx_call import Call
 from jfsdp.nnx_region import arguments as found_in
 from jfsdp.nnx_region import leaf_specs, row_of_state, statistics_over
-from jfsdp.nnx_tree import FSDPModule, check_axes, class_name, owned, placement_of, unit_of, walk
+from jfsdp.nnx_tree import (
+    FSDPModule,
+    check_axes,
+    class_name,
+    placement_of,
+    unit_of,
+    units_of_variables,
+    walk,
+)
 from jfsdp.placement import Placement
 from jfsdp.units import Unit
 
@@ -130,7 +138,7 @@ class _Held:
         selected = nnx.state(module, nnx.Param if wrt is None else wrt)
         self.trained, self.structure = jax.tree.flatten(selected)
         self._variable_at = {i: (p, v) for p, v in variables for i in self.leaves_at[p]}
-        self._units = _units_of_variables(module)
+        self._units = units_of_variables(module)
         self._check(call, wrt)
 
     def _check(self, call: Call, wrt: Any) -> None:
@@ -166,17 +174,6 @@ class _Held:
         return found
 
     def _shard(self, call: Call, variable: Any, placement: Placement) -> tuple[Unit, Placement]:
-        unit = self._units.get(id(variable))
-        assert unit is not None, f"{call.name}: {placement.path} is placed, but no unit owns it"
-        return unit, placement
-
-
-def _units_of_variables(module: nnx.Module) -> dict[int, Unit]:
-    """For each Variable, by its id, the first unit that reaches it."""
-    found: dict[int, Unit] = {}
-    for _, node in walk(module):
-        unit = unit_of(node)
-        if unit is not None:
-            for variable in owned(node).values():  # pyright: ignore[reportArgumentType]
-                found.setdefault(id(variable), unit)
-    return found
+        units = self._units.get(id(variable))
+        assert units, f"{call.name}: {placement.path} is placed, but no unit owns it"
+        return units[0][1], placement

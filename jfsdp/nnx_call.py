@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ from jfsdp import auto
 from jfsdp import region as regions
 from jfsdp.calls import Result
 from jfsdp.hidden import Shard, gathered_types
-from jfsdp.nnx_tree import class_name, owned, placement_of, walk
+from jfsdp.nnx_tree import class_name, owned, placement_of, units_of_variables, walk
 from jfsdp.remat import refuse_gathered
+from jfsdp.schedule import call_scheduled
 from jfsdp.units import Unit, cast_floating
-from jfsdp.unshard import unshard
+from jfsdp.weights import Weight
 
 __all__ = ["Call", "call_auto", "call_here", "called_by_a_unit"]
 
@@ -137,26 +138,70 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
     Args:
         call: the call.
         unit: the unit's settings.
-        outermost: no unit outside of this one has hidden the shards of what is below yet.
+        outermost: no unit outside of this one has hidden the shards of what is below yet. It says when the
+            parameters of all are gathered.
     """
+    if outermost:
+        _check_shards(call.objects, unit)
+        weights, paths = _weights(call)
+        if weights:
 
-    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
-        if outermost:
-            _hide_shards((module, args, kwargs), unit)
-        _refuse_strangers(call.name, module)
-        for variable in owned(module).values():
-            value = variable.get_raw_value()
-            if isinstance(value, Shard):
-                how = unit.gathering(value.placement, value.array, partial=value.partial)
-                variable.set_raw_value(unshard(value.array, how, value.whole_gradient))
+            def scheduled(leaves: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
+                known = {paths[index]: group for index, group in groups.items()}
+                return _gathering(call, unit, known)(leaves)
 
-    body = run = _body(call, unit, prepare, lambda tree: tree)
+            rows = call_scheduled(scheduled, call.leaves, weights, prefetch=unit.prefetch)
+            return call.finish(*rows)
+    body = run = _gathering(call, unit, {} if outermost else None)
     shards, wholes = gathered_types(_shards(call, outermost), unit)
     if shards and unit.reshards(is_root=not _inside.get()):
         run = jax.checkpoint(
             lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
         )
     return call.finish(*run(call.leaves))
+
+
+def _gathering(call: Call, unit: Unit, gathered: Mapping[str, int] | None) -> regions.Body:
+    """The forward, its unit's parameters whole.
+
+    Args:
+        call: the call.
+        unit: the unit's settings.
+        gathered: None inside of another unit. Of the outermost one: the parameters that are whole already,
+            by path, each with the number of its unit.
+    """
+
+    def prepare(module: Any, args: tuple, kwargs: dict) -> None:
+        if gathered is not None:
+            _hide_shards((module, args, kwargs), gathered)
+        _refuse_strangers(call.name, module)
+        for variable in owned(module).values():
+            value = variable.get_raw_value()
+            if isinstance(value, Shard):
+                variable.set_raw_value(value.unsharded(unit))
+
+    return _body(call, unit, prepare, lambda tree: tree)
+
+
+def _weights(call: Call) -> tuple[list[Weight], dict[int, str]]:
+    """What the schedule of the outermost unit's call may gather, and the path of each by its index."""
+    numbered = call.numbered()
+    owners = units_of_variables(numbered[0])
+    weights, paths = [], {}
+    for path, variable in _variables(numbered):
+        placement, units = placement_of(variable), owners.get(id(variable), ())
+        if placement is None or len(units) != 1:
+            continue  # a parameter tied between units is gathered by each of them
+        ((group, unit),) = units
+        places = variable.get_raw_value()
+        if not isinstance(places, Shard):
+            places = Shard(places, placement)
+        shard = jax.tree.map(lambda index: call.leaves[index], places)
+        weight = shard.weight(unit, group == 0, group, places)
+        if weight is not None:
+            weights.append(weight)
+            paths[weight.index] = path
+    return weights, paths
 
 
 def call_auto(call: Call, unit: Unit) -> Any:
@@ -205,13 +250,22 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
-def _hide_shards(tree: Any, unit: Unit) -> None:
-    for _, variable in _variables(tree):
+def _hide_shards(tree: Any, gathered: Mapping[str, int]) -> None:
+    for path, variable in _variables(tree):
         placement = placement_of(variable)
         if placement is None:
             continue
-        shard = variable.get_raw_value()
-        if isinstance(shard, Shard):
+        value = variable.get_raw_value()
+        shard = value if isinstance(value, Shard) else Shard(value, placement)
+        if path in gathered:
+            shard = Shard(shard.array, placement, group=gathered[path])
+        variable.set_raw_value(shard)
+
+
+def _check_shards(tree: Any, unit: Unit) -> None:
+    for _, variable in _variables(tree):
+        placement, shard = placement_of(variable), variable.get_raw_value()
+        if placement is None or isinstance(shard, Shard):
             continue
         expected = placement.part_at_rank(shard.ndim, unit.dp)
         if any(shard.shape[dim] != expected[dim] for dim in placement.telling_at_rank(shard.ndim)):
@@ -222,7 +276,6 @@ def _hide_shards(tree: Any, unit: Unit) -> None:
                 "through its in_specs"
                 + (", what is in ignored_params whole." if placement.ignored else ".")
             )
-        variable.set_raw_value(Shard(shard, placement))
 
 
 def _refuse_strangers(caller: str, module: Any) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "placement_of",
     "plan_rows",
     "unit_of",
+    "units_of_variables",
     "variables_of",
     "walk",
 ]
@@ -96,6 +97,16 @@ def owned(module: nnx.Module) -> dict[str, nnx.Variable]:
     """The Variables below `module` that it reaches without going through a nested unit, by path."""
     found = walk(module, descend=lambda node: unit_of(node) is None)
     return {path: node for path, node in found if isinstance(node, nnx.Variable)}
+
+
+def units_of_variables(module: Any) -> dict[int, list[tuple[int, Unit]]]:
+    """For each Variable, by its id, the units that own it, each with its number; the root's is 0."""
+    found: dict[int, list[tuple[int, Unit]]] = {}
+    units = [(node, unit) for _, node in walk(module) if (unit := unit_of(node)) is not None]
+    for number, (node, unit) in enumerate(units):
+        for variable in owned(node).values():  # pyright: ignore[reportArgumentType]
+            found.setdefault(id(variable), []).append((number, unit))
+    return found
 
 
 def mesh_of(model: Any) -> AnyMesh | None:

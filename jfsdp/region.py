@@ -12,9 +12,10 @@ code has been differentiated inside, it cannot.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,15 @@ from jfsdp.mesh import DataParallelMesh
 from jfsdp.remat import keep_recomputed_gathers
 from jfsdp.varying import varying_axes, varying_over
 
-__all__ = ["Region", "call", "call_here", "in_per_device_view"]
+__all__ = [
+    "Region",
+    "Tape",
+    "call",
+    "call_here",
+    "differentiated_inside",
+    "in_per_device_view",
+    "zeros",
+]
 
 Rows = tuple[list[Any], ...]
 """Results by how they leave the region: one list for each of `Region.rows`."""
@@ -150,7 +159,7 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
 
         return region.map(local, list(region.in_specs), region.out_specs)(list(values))
 
-    def record(values: Sequence[jax.Array], tape: _Tape) -> tuple[Rows, list[jax.Array]]:
+    def record(values: Sequence[jax.Array], tape: Tape) -> tuple[Rows, list[jax.Array]]:
         def local(values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
             rows, residuals = tape.record(body, values)
             return averaged(rows), [r[None] for r in residuals]
@@ -158,7 +167,7 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
         out_specs = (region.out_specs, region.dp.batch_spec)
         return region.map(local, list(region.in_specs), out_specs)(list(values))
 
-    def replay(residuals: list[jax.Array], rows: Rows, tape: _Tape) -> list[jax.Array]:
+    def replay(residuals: list[jax.Array], rows: Rows, tape: Tape) -> list[jax.Array]:
         def local(kept: tuple[list[jax.Array], Rows]) -> list[jax.Array]:
             shares = tuple(
                 [share(c, spec) for c in row]
@@ -180,27 +189,36 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
         return region.map(local, in_specs, out_specs)((residuals, rows))
 
     entering = [enter(x, spec, region.dp) for x, spec in zip(leaves, region.in_specs, strict=True)]
-    return _differentiated_inside(run, record, replay, entering)
+    return differentiated_inside(run, record, replay, entering)
 
 
 def call_here(body: Body, leaves: Sequence[jax.Array]) -> Rows:
     """Call `body` where we are, its differentiation inside. See `call`."""
 
-    def record(values: Sequence[jax.Array], tape: _Tape) -> tuple[Rows, list[jax.Array]]:
+    def record(values: Sequence[jax.Array], tape: Tape) -> tuple[Rows, list[jax.Array]]:
         return tape.record(body, values)
 
-    def replay(residuals: list[jax.Array], rows: Rows, tape: _Tape) -> list[jax.Array]:
+    def replay(residuals: list[jax.Array], rows: Rows, tape: Tape) -> list[jax.Array]:
         return tape.replay(residuals, rows)
 
-    return _differentiated_inside(body, record, replay, leaves)
+    return differentiated_inside(body, record, replay, leaves)
 
 
-def _differentiated_inside(
+def differentiated_inside(
     run: Callable[..., Rows],
     record: Callable[..., tuple[Rows, list[jax.Array]]],
     replay: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
 ) -> Rows:
+    """Call a function that says itself what its forward and its backward pass are.
+
+    Args:
+        run: the function of `leaves`, when it is not differentiated.
+        record: takes leaves and a `Tape`; returns the results and the arrays for the backward pass.
+        replay: takes these arrays, the cotangents of `Tape.present` and the `Tape`; returns the gradients of
+            `Tape.wanted`.
+        leaves: arrays of any dtype.
+    """
     patterns: set[tuple[int, ...]] = set()
 
     @jax.custom_vjp
@@ -214,15 +232,16 @@ def _differentiated_inside(
         patterns.add(tuple(wanted))
         if len(patterns) > 1:
             _traced_once_for_several.set(True)
-        tape = _Tape(wanted)
+        tape = Tape(wanted)
         rows, residuals = record(values, tape)
         return rows, (tape, residuals)
 
-    def backward(kept: tuple[_Tape, list[jax.Array]], cotangents: Rows) -> tuple[Any, ...]:
+    def backward(kept: tuple[Tape, list[jax.Array]], cotangents: Rows) -> tuple[Any, ...]:
         tape, residuals = kept
         tape.present = tuple([_is_cotangent(c) for c in row] for row in cotangents)
         present = tuple([c for c in row if _is_cotangent(c)] for row in cotangents)
-        gradients = dict(zip(tape.wanted, replay(residuals, present, tape), strict=True))
+        with _replaying():
+            gradients = dict(zip(tape.wanted, replay(residuals, present, tape), strict=True))
         return tuple(gradients.get(index) for index in range(len(leaves)))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
@@ -244,7 +263,7 @@ _traced_once_for_several: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 
 @jax.tree_util.register_static
-class _Tape:
+class Tape:
     """What the forward pass knows at trace time and the backward pass needs."""
 
     def __init__(self, wanted: list[int]):
@@ -252,6 +271,8 @@ class _Tape:
         """Which leaves are differentiated."""
         self.present: tuple[list[bool], ...] = ()
         """Which results have a cotangent that is not known to be zero."""
+        self.program: Any = None
+        """What else the forward pass leaves to the backward pass."""
 
     def record(self, body: Body, values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
         """Run the body forward; return its results and what the backward pass needs."""
@@ -278,26 +299,32 @@ class _Tape:
         for types, known, row in zip(self._types, self.present, present, strict=True):
             values = iter(row)
             cotangents.append([
-                None if t is None else next(values) if is_known else _zeros(t)
+                None if t is None else next(values) if is_known else zeros(t)
                 for t, is_known in zip(types, known, strict=True)
             ])  # fmt: skip
-        try:
-            with keep_recomputed_gathers():
-                (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
-        except AssertionError as error:  # a bare one of jax's
-            if error.args or not _traced_once_for_several.get():
-                raise
-            raise NotImplementedError(
-                "a remat (nnx.remat, nn.remat, jax.checkpoint) that was made once is called for several "
-                "units, which differ in which of their inputs are differentiated; the first one's is data, "
-                "say. JAX traces it once, and takes the residuals of all to be those of one. Make it anew "
-                "for each, in the loop: nnx.remat(forward)(block, x)."
-            ) from error
+        (gradients,) = jax.tree.unflatten(self._pullback, residuals)(tuple(cotangents))
         return gradients
 
 
-def _zeros(kind: Any) -> jax.Array:
-    """Zeros of an array's type."""
+@contextlib.contextmanager
+def _replaying() -> Iterator[None]:
+    """While a backward pass is traced."""
+    try:
+        with keep_recomputed_gathers():
+            yield
+    except AssertionError as error:  # a bare one of jax's
+        if error.args or not _traced_once_for_several.get():
+            raise
+        raise NotImplementedError(
+            "a remat (nnx.remat, nn.remat, jax.checkpoint) that was made once is called for several "
+            "units, which differ in which of their inputs are differentiated; the first one's is data, "
+            "say. JAX traces it once, and takes the residuals of all to be those of one. Make it anew "
+            "for each, in the loop: nnx.remat(forward)(block, x)."
+        ) from error
+
+
+def zeros(kind: Any) -> jax.Array:
+    """Zeros of an array's type, as a cotangent that is not known."""
     return varying_over(jnp.zeros(kind.shape, kind.dtype), varying_axes(kind))
 
 

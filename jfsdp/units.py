@@ -43,6 +43,7 @@ class Unit:
         out_specs: the data-parallel specs of results that are not batches, as (treedef, leaves).
         state_specs: the data-parallel specs of non-parameter state, by Variable type (NNX) or by
             collection or dotted path (Linen).
+        prefetch: how many units ahead the weights of the units inside are gathered.
         group: what it shares with the other modules of a list that is one unit; None for one module.
 
     A unit is part of its module's structure, which jit hashes: hence tuples instead of dicts.
@@ -57,6 +58,7 @@ class Unit:
     in_specs: tuple[tuple[str, PartitionSpec], ...] = ()
     out_specs: tuple[Any, tuple[PartitionSpec | str, ...]] | None = None
     state_specs: tuple[tuple[Any, PartitionSpec], ...] = ()
+    prefetch: int = 1
     group: Group | None = None
 
     def reshards(self, is_root: bool) -> bool:
@@ -204,6 +206,7 @@ def validate(
     reduce_scatter: Any,
     partitioning: Any,
     stacked_axis: Any = None,
+    prefetch: Any = 1,
 ) -> None:
     """Check the arguments of `shard` that need no module.
 
@@ -230,6 +233,10 @@ def validate(
         isinstance(stacked_axis, bool) or not isinstance(stacked_axis, int)
     ):
         raise TypeError(f"stacked_axis must be an int or None, got {stacked_axis!r}.")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"prefetch must be an int, a number of units, got {prefetch!r}.")
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch}: a number of units to gather ahead, 0 for none.")
     if partitioning not in ("manual", "auto"):
         raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
     if partitioning == "auto":

@@ -25,7 +25,7 @@ from jfsdp.varying import is_tracked, varying_over
 GATHER, REDUCE = "jfsdp_gather", "jfsdp_reduce"
 """Scopes round a leaf's collectives, so that compiled programs can be read: "jfsdp_gather[up.kernel]"."""
 
-__all__ = ["Gathering", "check_reducible", "reduce", "unshard"]
+__all__ = ["Gathering", "check_reducible", "gather", "reduce", "to_reduce", "unshard"]
 
 
 _LARGE = 2**17
@@ -110,6 +110,11 @@ def unshard(shard: jax.Array, how: Gathering, whole_gradient: jax.Array | None =
     return _unshard(how, shard, kept)
 
 
+def gather(shard: jax.Array, how: Gathering) -> jax.Array:
+    """Gather the whole weight, as `unshard` does, where no derivative is taken of it."""
+    return _opaque_gather(how, shard)
+
+
 def reduce(gradient: jax.Array, how: Gathering) -> jax.Array:
     """Reduce a whole local gradient to this device's shard of it, as the transpose of `unshard` does."""
     return _beside_other_axes(how, _reduce, gradient)
@@ -146,7 +151,8 @@ def _unshard_backward(how: Gathering, _: None, gradient: jax.Array) -> tuple[jax
     return reduce(gradient, how), None
 
 
-def _to_reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
+def to_reduce(gradient: jax.Array, how: Gathering) -> jax.Array:
+    """A whole local gradient as it goes into the reduction."""
     if how.headroom != 1:
         gradient = gradient * how.headroom
     return gradient.astype(how.reduce_dtype)
@@ -154,7 +160,7 @@ def _to_reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
 
 def _reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
     with jax.named_scope(f"{REDUCE}[{how.path}]"):
-        gradient = _to_reduce(how, gradient)
+        gradient = to_reduce(gradient, how)
         for dim, axes in reversed(how.dims):
             if how.reduce_scatter is None:
                 for stage in how.stages(axes):
@@ -181,7 +187,7 @@ def _unshard_unreduced(
 
 _unshard_unreduced.defvjp(
     lambda how, shard, kept, _: _unshard_forward(how, shard, kept),
-    lambda how, _, gradient: (None, None, _to_reduce(how, gradient)),
+    lambda how, _, gradient: (None, None, to_reduce(gradient, how)),
 )
 
 

@@ -1,0 +1,124 @@
+"""One layer of a scan, differentiated at trace time, and the arrays of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jfsdp.pullback import differentiable, is_variable
+from jfsdp.varying import varying_axes, varying_over
+
+__all__ = ["Derivative", "at", "chosen", "is_inexact", "put", "values_of", "zeros"]
+
+
+class Derivative:
+    """One layer, differentiated at trace time.
+
+    Attributes:
+        weights: the types of its whole weights.
+        active: of its constants, carry, weights and other operands, whether they are differentiated.
+        outputs: of the carry and of what is stacked, whether they have cotangents.
+        needed: of its weights, whether the backward pass takes them whole.
+    """
+
+    def __init__(
+        self,
+        layer: Callable[..., Any],
+        given: Sequence[Sequence[Any]],
+        active: Sequence[Sequence[bool]],
+        dropped: Sequence[bool],
+    ):
+        """Trace and differentiate a layer.
+
+        Args:
+            layer: takes constants, carry, whole weights and other operands; returns the carry and what is
+                stacked.
+            given: arrays or types of those four.
+            active: for each whether it is differentiated.
+            dropped: for each weight whether the backward pass gathers it again.
+        """
+        consts, carry, self.weights, xs = given
+        self.active = active
+        self.outputs = [[is_inexact(x) for x in kind] for kind in jax.eval_shape(layer, *given)]
+
+        def function(arguments: list[Any], rest: list[Any]) -> tuple[list[Any], list[Any]]:
+            return _split(layer(*_join(arguments, rest, active)), self.outputs)
+
+        nothing = [[False] * len(x) for x in (consts, carry, self.weights)]
+        again = [[True] * len(consts), nothing[1], dropped, [False] * len(xs)]
+        present = [*nothing, [True] * len(xs)]
+        arguments, rest = _split(given, active)
+        self._pullback = differentiable(
+            function,
+            arguments,
+            rest,
+            [x for part in _split(again, active) for x in part],
+            [x for part in _split(present, active) for x in part],
+        )
+        flags, count = self._pullback.needed, len(arguments)
+        self.needed = _join(flags[:count], flags[count:], active)[2]
+
+    def forward(
+        self, consts: list[Any], carry: list[Any], wholes: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One layer: the carry; what is stacked, and after it what is kept."""
+        split = _split((consts, carry, wholes, xs), self.active)
+        results, others, kept = self._pullback.forward(*split)
+        carry, stacked = _join(results, others, self.outputs)
+        return carry, [*stacked, *kept]
+
+    def backward(
+        self, kept: Sequence[Any], given: Sequence[Sequence[Any]], cotangents: list[Any]
+    ) -> list[list[Any]]:
+        """The gradients of the active constants, carry, weights and other operands."""
+        flat = [x for part in _split(given, self.active) for x in part]
+        needed = [x for x, is_one in zip(flat, self._pullback.needed, strict=True) if is_one]
+        gradients = iter(self._pullback.backward(kept, needed, cotangents))
+        return [[next(gradients) for is_one in kind if is_one] for kind in self.active]
+
+
+def _split(kinds: Sequence[Any], flags: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    flat = [x for kind in kinds for x in kind]
+    first = [x for kind in flags for x in kind]
+    return chosen(flat, first), chosen(flat, [not x for x in first])
+
+
+def _join(first: Sequence[Any], second: Sequence[Any], flags: Sequence[Any]) -> list[list[Any]]:
+    ones, others = iter(first), iter(second)
+    return [[next(ones) if x else next(others) for x in kind] for kind in flags]
+
+
+def chosen(values: Any, flags: Any) -> list[Any]:
+    """The values that are flagged."""
+    return [x for x, is_one in zip(values, flags, strict=True) if is_one]
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether an array or type is of real or complex floats."""
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def values_of(env: Mapping[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """The arrays of some operands."""
+    return [env[x] if is_variable(x) else jnp.asarray(x.val, x.aval.dtype) for x in atoms]
+
+
+def at(stacks: Sequence[Any], number: Any) -> list[Any]:
+    """One layer of each."""
+    return [jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in stacks]
+
+
+def put(stacks: Sequence[Any], values: Sequence[Any], number: Any) -> list[Any]:
+    """Each stack with one layer in its place."""
+    return [
+        jax.lax.dynamic_update_index_in_dim(x, value, number, 0)
+        for x, value in zip(stacks, values, strict=True)
+    ]
+
+
+def zeros(shape: Sequence[int], kind: Any) -> jax.Array:
+    """Zeros of a dtype, which differ among devices as arrays of that type do."""
+    return varying_over(jnp.zeros(shape, kind.dtype), varying_axes(kind))

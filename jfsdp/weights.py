@@ -1,0 +1,93 @@
+"""The weights of a call that is scheduled, in which order they are gathered, and what holds that order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jfsdp.unshard import Gathering, gather, reduce, to_reduce
+
+__all__ = ["Ahead", "Weight", "fence"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter among the leaves of a call.
+
+    Attributes:
+        index: of its shard.
+        how: it is gathered and its gradient reduced.
+        group: the number of its unit.
+        again: whether it is dropped after the forward and gathered again.
+        whole_gradient: the index of the leaf that takes its gradient unreduced; None if there is none.
+        gradient_dtype: dtype of that leaf.
+    """
+
+    index: int
+    how: Gathering
+    group: int
+    again: bool
+    whole_gradient: int | None = None
+    gradient_dtype: Any = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its gradient waits for the next unit's to begin before it is reduced.
+
+        No reduce-scatter overlaps on TPUs: there it is reduced at once, which saves a pass over the gradient.
+        """
+        return self.whole_gradient is None and not self.how.staged
+
+    def gathered(self, shard: jax.Array, stacked: bool = False) -> jax.Array:
+        """The whole weight; of one that is stacked along its first dimension the layer of this shard."""
+        return gather(shard, self._of(stacked))
+
+    def reduced(self, gradient: jax.Array, stacked: bool = False) -> jax.Array:
+        """A whole local gradient as the gradient of its leaf; likewise."""
+        how = self._of(stacked)
+        if self.whole_gradient is None:
+            return reduce(gradient, how)
+        return to_reduce(gradient, dataclasses.replace(how, reduce_dtype=self.gradient_dtype))
+
+    def _of(self, stacked: bool) -> Gathering:
+        if not stacked:
+            return self.how
+        dims = tuple((dim - 1, axes) for dim, axes in self.how.dims)
+        others = tuple((dim - 1, axes) for dim, axes in self.how.others)
+        return dataclasses.replace(self.how, dims=dims, others=others)
+
+
+class Ahead:
+    """Which weights to gather when: those of the unit that is so many ahead of the one that runs."""
+
+    def __init__(self, needs: Sequence[tuple[int, Sequence[Any]]], prefetch: int):
+        self._places = {number: place for place, (number, _) in enumerate(needs)}
+        self._weights = [weights for _, weights in needs]
+        self._prefetch = prefetch
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def start(self) -> list[Any]:
+        """Before everything."""
+        return [v for weights in self._weights[: self._prefetch] for v in weights]
+
+    def after(self, number: int) -> Sequence[Any]:
+        """When this piece may start."""
+        place = self._places[number] + self._prefetch
+        return self._weights[place] if place < len(self._weights) else ()
+
+
+def fence(*groups: Any) -> tuple[Any, ...]:
+    """Lists and dictionaries of arrays: what reads one of them starts when all of them are there."""
+    arrays = [x for g in groups for x in (g.values() if isinstance(g, dict) else g)]
+    if len(arrays) > 1:
+        arrays = jax.lax.optimization_barrier(arrays)
+    tied = iter(arrays)
+    return tuple(
+        {key: next(tied) for key in g} if isinstance(g, dict) else [next(tied) for _ in g]
+        for g in groups
+    )
