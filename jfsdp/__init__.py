@@ -13,6 +13,7 @@ from jfsdp.comm import ReduceScatter as ReduceScatter
 from jfsdp.gradients import value_and_grad as value_and_grad
 from jfsdp.inspect.contract import PolicyViolation as PolicyViolation
 from jfsdp.inspect.topology import topology as topology
+from jfsdp.jitted import jit as jit
 from jfsdp.layout import shardings as shardings
 from jfsdp.mesh import DataParallelMeshDims as DataParallelMeshDims
 from jfsdp.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -46,6 +47,7 @@ __all__ = [
     "init",
     "init_optimizer",
     "inspect",
+    "jit",
     "plan",
     "register_forward_method",
     "shard",
