@@ -437,7 +437,7 @@ def built(zoo: Any, config: dict[str, Any]) -> tuple[Any, nnx.Module]:
 
 
 def test_there_are_configs():
-    assert len(CONFIGS) == 6
+    assert len(CONFIGS) == 7
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -447,8 +447,10 @@ def test_config_starts_with_its_command(path):
 
 
 def test_config_has_as_many_devices_as_its_target(config):
-    numbers = config["target"].partition(":")[2]
-    assert math.prod(config["mesh"].values()) == math.prod(map(int, numbers.split("x")))
+    kind, _, shape = config["target"].partition(":")
+    slices = int(kind.partition("x")[0]) if kind[0].isdigit() else 1
+    devices = slices * math.prod(map(int, shape.split("x")))
+    assert math.prod(config["mesh"].values()) == devices
 
 
 def test_loss_and_optimizer_of_config_take_what_it_gives(zoo, config):

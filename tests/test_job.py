@@ -6,12 +6,15 @@ import json
 import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jobs import SOURCE, Write, eight, write
 
 import jfsdp
+import jfsdp.testing
 from jfsdp.cli import main
 from jfsdp.cli.config import read_config
 from jfsdp.cli.job import build_job
@@ -215,6 +218,36 @@ def test_the_file_s_own_machine_has_to_have_the_mesh_s_devices(
     assert main(["plan", config]) == 2
     assert capsys.readouterr().err == (
         "jfsdp: job.toml: [mesh]: fsdp=4 is 4 devices, but some:8 has 8\n"
+    )
+
+
+def over_two_slices(write: Write, axes: str, *changes: tuple[str, str]) -> Any:
+    """The slice of each device of a job's mesh on two slices of v5e:2x2."""
+    jfsdp.testing.topology_or_skip("2xv5e:2x2")
+    target = ("[model]", 'target = "2xv5e:2x2"\n[model]')
+    config = read_config(write(target, ("replica = 2\nfsdp = 4", axes), *changes))
+    return np.vectorize(lambda device: device.slice_index)(build_job(config).mesh.devices).tolist()
+
+
+def test_the_axis_of_their_number_goes_over_tpu_slices(write: Write) -> None:
+    assert over_two_slices(write, "replica = 2\nfsdp = 4") == [[0] * 4, [1] * 4]
+    assert over_two_slices(write, "fsdp = 4\nreplica = 2") == [[0, 1]] * 4
+
+
+def test_one_axis_may_go_over_the_chips_and_the_slices(write: Write) -> None:
+    no_replicas = ('replicate = "replica"\n', "")
+    assert over_two_slices(write, "fsdp = 8", no_replicas) == [0] * 4 + [1] * 4
+
+
+def test_a_mesh_without_an_axis_for_tpu_slices_is_a_mistake(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jfsdp.testing.topology_or_skip("16xv5e:1x1")
+    axes = ("replica = 2\nfsdp = 4", "replica = 4\nfsdp = 4")
+    config = write(("[model]", 'target = "16xv5e:1x1"\n[model]'), axes)
+    assert main(["plan", config]) == 2
+    assert capsys.readouterr().err == (
+        "jfsdp: job.toml: [mesh]: no axis can be split over 16 slices: 16 divides none\n"
     )
 
 

@@ -130,6 +130,29 @@ def test_axes_that_take_no_time_to_speak_of_have_no_line() -> None:
     ]
 
 
+def test_axes_over_two_networks_have_a_line_for_each() -> None:
+    mesh = mesh_of(gpus(16), fsdp=16)
+    lines = roofline([row(("fsdp",), 8e9)], mesh=mesh, target=GPU, parameters=10**9)
+    # A ring over 2 hosts of 8: two of sixteen steps between hosts, over a tenth of the bandwidth.
+    assert [(str(line.network), line.bytes_per_device) for line in lines] == [
+        ("network 1 GB/s", 1e9),
+        ("NVLink 10 GB/s", 7e9),
+    ]
+
+
+def test_axes_over_two_slices_have_a_line_for_each_network() -> None:
+    first, second = torus(2, 2, 1), torus(2, 2, 1)
+    for chip in second:
+        chip.slice_index = 1
+    mesh = mesh_of([*first, *second], fsdp=8)
+    lines = roofline([row(("fsdp",), 7e9)], mesh=mesh, target=FLAT_TPU, parameters=10**9)
+    # Each slice receives what it lacks once: one of the seven parts that a device receives.
+    assert [(str(line.network), line.bytes_per_device) for line in lines] == [
+        ("DCN 1 GB/s", 1e9),
+        ("ICI 10 GB/s x 2 links", 6e9),
+    ]
+
+
 # Networks.
 
 
@@ -186,5 +209,5 @@ def test_chips_of_several_slices_have_the_network_between_them() -> None:
     for chip in second:
         chip.slice_index = 1
     mesh = mesh_of([*first, *second], replica=2, fsdp=4)
-    assert network_of(mesh, ["replica"], FLAT_TPU).name == "network"
+    assert str(network_of(mesh, ["replica"], FLAT_TPU)) == "DCN 1 GB/s"
     assert network_of(mesh, ["fsdp"], FLAT_TPU).name == "ICI"

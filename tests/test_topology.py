@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 import types
+from collections import Counter
 from typing import Any
 
 import jax
 import pytest
 from helpers import make_mesh
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +88,45 @@ def test_a_name_makes_that_many_devices_of_that_kind(name, count, hosts, kind):
 def test_two_slices_in_one_process():
     small, large = jfsdp.topology("v5e:2x4"), jfsdp.topology("v5p:4x4x4")
     assert (len(small), len(large), len(jfsdp.topology("v5e:2x4"))) == (8, 64, 8)
+
+
+@pytest.mark.parametrize(
+    "name, slices, each, hosts",
+    [tpu("2xv5p:2x2x2", 2, 8, 2), tpu("4xv5e:2x4", 4, 8, 2), tpu("2xv4:2x2x2", 2, 8, 2)],
+)
+def test_several_slices_are_told_apart_by_their_index(name, slices, each, hosts):
+    devices = jfsdp.topology(name)
+    assert Counter(device.slice_index for device in devices) == dict.fromkeys(range(slices), each)
+    assert len({device.process_index for device in devices}) == slices * hosts
+    grid = create_hybrid_device_mesh(
+        (1, each), (slices, 1), devices=devices, allow_split_physical_axes=True
+    )
+    mesh = Mesh(grid, ("slice", "chip"))
+    target = target_of(mesh)
+    assert is_absent(mesh)
+    assert target is not None and (target.platform, target.chips) == ("tpu", slices * each)
+
+
+@needs_tpu_compiler
+def test_one_slice_may_be_counted():
+    counted, plain = jfsdp.topology("1xv5e:2x4"), jfsdp.topology("v5e:2x4")
+    assert [device.id for device in counted] == [device.id for device in plain]
+
+
+def test_gpus_have_no_slices():
+    with pytest.raises(ValueError, match=r"only TPUs come in slices.*'h100:16' for two"):
+        jfsdp.topology("2xh100:8")
+
+
+@pytest.mark.parametrize("name", ["0xv5e:2x4", "2x:2x4", "xv5e:2x4", "2xv9:2x4", "02xv5e:2x4"])
+def test_a_misspelled_number_of_slices_is_refused(name):
+    with pytest.raises(ValueError, match=r"no such target.*'2xv5p:4x4x4'"):
+        jfsdp.topology(name)
+
+
+def test_each_of_several_slices_is_one_that_there_is():
+    with pytest.raises(ValueError, match="v5e has no slice 3x5"):
+        jfsdp.topology("2xv5e:3x5")
 
 
 @pytest.mark.parametrize("name", ["v9:2x4", "", "h100x8", "V5E:2x4"])

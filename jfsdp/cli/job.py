@@ -20,8 +20,8 @@ The file is TOML:
     tokens = 524288                      # in one global batch; only for the roofline
     microbatches = 4                     # see jfsdp.value_and_grad; the loss is a mean of equal rows
 
-    [mesh]                               # axes in order, and their sizes
-    fsdp = 64
+    [mesh]                               # axes in order, and their sizes; of several TPU slices the
+    fsdp = 64                            # first axis of their number goes over them
 
     [shard]
     shard = "fsdp"                       # an axis or a list of them; replicate likewise
@@ -41,8 +41,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jfsdp import api, reports
@@ -185,12 +187,26 @@ def _scaled(
 
 def _mesh(config: JobConfig, devices: tuple[Any, ...]) -> Mesh:
     sizes, axes = tuple(config.mesh.values()), tuple(config.mesh)
+    types = (AxisType.Auto,) * len(axes)
+    slices = len({getattr(device, "slice_index", None) for device in devices})
     try:
-        return jax.make_mesh(
-            sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=list(devices)
-        )
+        if slices > 1 and devices[0].platform == "tpu":
+            return Mesh(_over_slices(config, devices, slices), axes, axis_types=types)
+        return jax.make_mesh(sizes, axes, axis_types=types, devices=list(devices))
     except (NotImplementedError, ValueError) as error:
         raise config.error("[mesh]", one_line(error)) from error
+
+
+def _over_slices(config: JobConfig, devices: tuple[Any, ...], slices: int) -> np.ndarray:
+    """The devices with one axis over the TPU slices: the first of that size, else the first that divides."""
+    sizes = tuple(config.mesh.values())
+    fitting = [at for at, size in enumerate(sizes) if size == slices]
+    fitting += [at for at, size in enumerate(sizes) if size % slices == 0]
+    if not fitting:
+        raise ValueError(f"no axis can be split over {slices} slices: {slices} divides none")
+    outer = tuple(slices if at == fitting[0] else 1 for at in range(len(sizes)))
+    inner = tuple(size // over for size, over in zip(sizes, outer, strict=True))
+    return create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 # --------------------------------------------------------------------------------------------------

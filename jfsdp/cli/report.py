@@ -12,7 +12,9 @@ from jfsdp.cli.job import Job
 from jfsdp.cli.terminal import Table
 from jfsdp.inspect import Memory, Report, Row
 from jfsdp.inspect.html import to_html
-from jfsdp.inspect.table import human_bytes, overlap_line
+from jfsdp.inspect.networks_table import network_table
+from jfsdp.inspect.overlap import overlap_line
+from jfsdp.inspect.table import human_bytes
 
 __all__ = ["Cost", "contract_line", "headline", "html_page", "limited", "report_tables"]
 
@@ -88,6 +90,8 @@ def report_tables(report: Report) -> tuple[str | Table, ...]:
     if report.collectives or report.memory is None:
         overlap = overlap_line(report.collectives)
         blocks += [_collectives(report), *([f"{overlap}\n"] if overlap else [])]
+        networks = network_table(report.collectives, report.promises, report.networks)
+        blocks += [f"{networks}\n"] if networks else []
     if report.memory is not None:
         blocks += _memory(report.memory)
     return tuple(blocks)

@@ -61,6 +61,8 @@ class Collective:
         overlapped: whether a matrix multiplication is scheduled to run while it does.
         padding: bytes among `bytes_per_device` that the compiler only pads with (TPUs, whose shards of a
             reduce-scatter it rounds up).
+        crossing: the share of its bytes that travels between TPU slices or GPU hosts; 0.0 where the devices
+            are not known.
     """
 
     kind: str
@@ -82,6 +84,7 @@ class Collective:
     overlapped: bool = False
     padding: float = 0.0
     role: str = ""
+    crossing: float = 0.0
 
     @property
     def purpose(self) -> str:
@@ -97,6 +100,16 @@ class Collective:
     def total_bytes(self) -> float:
         """Bytes that one device receives in all executions."""
         return self.executions * self.bytes_per_device
+
+    @property
+    def crossing_bytes(self) -> float:
+        """Of `total_bytes`, those that come from another TPU slice or GPU host."""
+        return self.total_bytes * self.crossing
+
+    @property
+    def inside_bytes(self) -> float:
+        """Of `total_bytes`, those that come from the same TPU slice or GPU host."""
+        return self.total_bytes - self.crossing_bytes
 
 
 def dtype_name(spelling: str) -> str:

@@ -19,9 +19,12 @@ from typing import Final
 
 from . import scopes
 from .collective import KINDS, Collective, nbytes, ring_bytes
-from .groups import along_axes, axes_of_groups, axes_of_pairs, groups_of_text
+from .dataflow import Users, is_gather, upstream
+from .groups import GROUPS, PAIRS, along_axes, axes_of_groups, axes_of_pairs, groups_of_text
 from .hlo import Array, Computation, Instruction, Module, parse, trip_count
+from .networks import Networks
 from .schedule import Schedule, called_computations
+from .slices import as_one_machine
 
 __all__ = ["compiled_collectives"]
 
@@ -34,15 +37,11 @@ _PASSING: Final = (
     "transpose",
     "fusion",
 )
-_GROUPS: Final = (
-    r"replica_groups=(\{(?:\{[\d,]*\},?)*\}"
-    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
-    r"|@?mesh\[[^\]]*\](?:, ?device_ids=\([^{}]*\))? ?\{[^}]*\})"
-)
-_PAIRS: Final = r"source_target_pairs=(\{(?:\{[\d,]*\},?)*\})"
 
 
-def compiled_collectives(text: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
+def compiled_collectives(
+    text: str, axis_sizes: Mapping[str, int], networks: Networks | None = None
+) -> list[Collective]:
     """Reads the collectives that a compiled step executes, from its text.
 
     The walk starts at the program's entry. The body of a loop counts as often as it runs if that is
@@ -55,6 +54,7 @@ def compiled_collectives(text: str, axis_sizes: Mapping[str, int]) -> list[Colle
     Args:
         text: what `compiled.as_text()` returns.
         axis_sizes: the mesh's axes and their sizes, in its order.
+        networks: what joins its devices. Without it a program of several TPU slices cannot be read.
 
     Returns:
         One record per operand of a collective and call, in the order of the schedule.
@@ -64,7 +64,8 @@ def compiled_collectives(text: str, axis_sizes: Mapping[str, int]) -> list[Colle
     """
     # What is in neither derivative runs after them, if the program has any.
     rest = "update" if "transpose(" in text else "forward"
-    reader = _Reader(parse(text), axis_sizes, rest)
+    module = parse(text) if networks is None else as_one_machine(parse(text), networks)
+    reader = _Reader(module, axis_sizes, rest, networks)
     return list(reader.read(reader.module[reader.module.entry], _Place()))
 
 
@@ -91,6 +92,8 @@ class _Reader:
     module: Module
     axis_sizes: Mapping[str, int]
     phase_of_rest: str
+    networks: Networks | None
+    _users: Users = dataclasses.field(default_factory=Users)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -160,14 +163,14 @@ class _Reader:
             return
         fused_scatter = kind == "all-reduce" and "all-reduce-scatter" in computation.name
         kind = "reduce-scatter" if fused_scatter else kind
-        axes, size, groups = self._devices(at, kind)
+        axes, size, groups, crossing = self._devices(at, kind)
         start = at.opcode.endswith("-start")
         overlapped = start and self.schedule.overlaps(at, computation)
         name = self._nearest_name(at, computation, place)
         written = scopes.written_kind(at.op_name)
         if not written and kind == "collective-permute" and self._after_scatter(at, computation):
             written = "reduce-scatter"
-        if not written and kind == "all-reduce" and _is_gather(at, computation):
+        if not written and kind == "all-reduce" and is_gather(at, computation):
             written = "all-gather"
         parts = zip(
             self._operands(at, computation), self._leaves(at, computation, place), strict=True
@@ -186,7 +189,7 @@ class _Reader:
                 in_loop=place.in_loop,
                 unknown_trips=place.unknown_trips,
                 groups=groups,
-                phase=scopes.phase(name) or (self.phase_of_rest if name else ""),
+                phase=self._phase(at, name, computation),
                 leaf=leaf,
                 written="" if written == kind else written,
                 instruction=at.name,
@@ -194,7 +197,14 @@ class _Reader:
                 overlapped=overlapped,
                 padding=received - least,
                 role=scopes.role(name),
+                crossing=crossing,
             )
+
+    def _phase(self, at: Instruction, name: str, computation: Computation) -> str:
+        """That of its name; of a gather without one, of what uses the weight: it may be of an older shard."""
+        gathers = at.opcode.removesuffix("-start") == "all-gather"
+        own = scopes.phase(at.op_name) or (gathers and self._users.phase(at, computation))
+        return own or scopes.phase(name) or (self.phase_of_rest if name else "")
 
     def _operands(self, at: Instruction, computation: Computation) -> list[tuple[Array, Array]]:
         """The operands, and what they are before padding.
@@ -212,20 +222,23 @@ class _Reader:
             found.append((Array(result.dtype, shapes[0]), Array(result.dtype, shapes[1])))
         return found
 
-    def _devices(self, at: Instruction, kind: str) -> tuple[tuple[str, ...], int, str]:
+    def _devices(self, at: Instruction, kind: str) -> tuple[tuple[str, ...], int, str, float]:
+        """Axes, group size, the groups' text if there are no axes to name, the share between networks."""
         if kind == "collective-permute":
-            text = at.attribute(_PAIRS)
-            pairs = groups_of_text(text)
-            axes = axes_of_pairs(pairs, self.axis_sizes)
-            size = len({device for pair in pairs if len(set(pair)) > 1 for device in pair}) or 1
+            text = at.attribute(PAIRS)
+            groups = groups_of_text(text)
+            axes = axes_of_pairs(groups, self.axis_sizes)
+            size = len({device for pair in groups if len(set(pair)) > 1 for device in pair}) or 1
+            size = size if axes is None else math.prod(self.axis_sizes[axis] for axis in axes)
         else:
-            text = at.attribute(_GROUPS) or at.attribute(r"replica_groups=(\S+)")
+            text = at.attribute(GROUPS) or at.attribute(r"replica_groups=(\S+)")
             groups = groups_of_text(text or "{}") or along_axes(self.axis_sizes, self.axis_sizes)
             axes = axes_of_groups(groups, self.axis_sizes)
+            if axes is None and self.networks is not None:
+                axes = self.networks.axes_of_part(groups)
             size = max(len(group) for group in groups)
-        if axes is None:
-            return (), size, text
-        return axes, math.prod(self.axis_sizes[axis] for axis in axes), ""
+        crossing = 0.0 if self.networks is None else self.networks.share(kind, groups)
+        return axes or (), size, text if axes is None else "", crossing
 
     def _leaves(self, at: Instruction, computation: Computation, place: _Place) -> list[str]:
         """The parameter of each operand, "" where it is not known or several were packed into one."""
@@ -255,7 +268,7 @@ class _Reader:
 
     def _after_scatter(self, at: Instruction, computation: Computation) -> bool:
         """Whether a TPU moves the padding of a reduce-scatter, whose shards it made a bit too large."""
-        before = itertools.islice(_upstream(at.operands[0], computation), 4)
+        before = itertools.islice(upstream(at.operands[0], computation), 4)
         return any("all-reduce-scatter" in i.called("calls") for i in before)
 
     def _reduction_name(self, at: Instruction) -> str:
@@ -267,7 +280,7 @@ class _Reader:
 
     def _leaf_before(self, name: str, computation: Computation) -> str:
         """The parameter in whose scope the operand was cast, if it was."""
-        for at in _upstream(name, computation):
+        for at in upstream(name, computation):
             names = scopes.leaves(at.op_name)
             if at.opcode == "fusion" and len(at.arrays) > 1:
                 return ""  # named after one of its results
@@ -277,36 +290,9 @@ class _Reader:
 
     def _nearest_name(self, at: Instruction, computation: Computation, place: _Place) -> str:
         """The name of the instruction, else of what it adds up by, comes from, or stands in."""
-        before = (i.op_name for name in at.operands[:1] for i in _upstream(name, computation))
+        before = (i.op_name for name in at.operands[:1] for i in upstream(name, computation))
         names = (at.op_name, self._reduction_name(at), *before, place.op_name)
         return next((name for name in names if "jit(" in name or scopes.phase(name)), "")
-
-
-def _upstream(name: str, computation: Computation, steps: int = 12) -> Iterator[Instruction]:
-    """The instruction, its first operand, the first operand of that, and so on."""
-    for _ in range(steps):
-        at = computation.instructions[name]
-        yield at
-        if not at.operands:
-            return
-        name = at.operands[0]
-
-
-def _is_gather(at: Instruction, computation: Computation) -> bool:
-    """Whether an all-reduce adds up arrays in which each device has filled its own part only."""
-    update = computation.instructions[at.operands[0]]
-    if update.opcode != "dynamic-update-slice":
-        return False
-    seen, pending = set(), list(update.operands[2:])
-    while pending:
-        name = pending.pop()
-        before = computation.instructions[name]
-        if before.opcode in ("partition-id", "replica-id"):
-            return True
-        if name not in seen:
-            seen.add(name)
-            pending += before.operands
-    return False
 
 
 def _received(kind: str, operand: Array, group_size: int, at: Instruction) -> float:

@@ -17,6 +17,16 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
+GROUPS: Final = (
+    r"replica_groups=(\{(?:\{[\d,]*\},?)*\}"
+    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+    r"|@?mesh\[[^\]]*\](?:, ?device_ids=\([^{}]*\))? ?\{[^}]*\})"
+)
+"""How a compiled program writes the device groups of a collective."""
+
+PAIRS: Final = r"source_target_pairs=(\{(?:\{[\d,]*\},?)*\})"
+"""How it writes those of a permute."""
+
 _MESH: Final = r"@?mesh\[([^\]]*)\](?:, ?device_ids=\(([^{}]*)\))? ?\{([^}]*)\}"
 # Some versions of XLA put the names in quotes.
 _AXIS_SIZE: Final = re.compile(r"'?([^',=]+)'?=(\d+)")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .contract import Departure
 from .html_memory import buffers_section, memory_section
-from .html_wire import schedule_section, totals_section, units_section
+from .html_wire import networks_section, schedule_section, totals_section, units_section
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def to_html(
         "" if report.memory is None else memory_section(report.memory),
         "" if report.memory is None else buffers_section(report.memory.buffers),
         totals_section(wire),
+        networks_section(wire),
         units_section(wire),
         schedule_section(report),
         _departures(report, departures),

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final
 from .blocks import grouped, module_of, pattern, ranged
 from .collective import KINDS, Collective
 from .html_parts import svg, swatch, table
+from .networks_table import bytes_by_network
+from .overlap import overlap
 from .table import human_bytes
 
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["schedule_section", "totals_section", "units_section"]
+__all__ = ["networks_section", "schedule_section", "totals_section", "units_section"]
 
 _PHASES: Final = ("forward", "backward", "update", "")
 _ROOT: Final = "(root)"
@@ -48,6 +50,31 @@ def totals_section(report: Report) -> str:
     return (
         f"<h2>Communication per device and step{stage}: {human_bytes(report.total_bytes)}</h2>\n"
         f"{table(head, rows, numbers=(3, 4, 5, 6))}"
+    )
+
+
+def networks_section(report: Report) -> str:
+    """Bytes by network; "" where there is one."""
+    by_kind = bytes_by_network(report.collectives, report.promises, report.networks)
+    if report.networks is None or not by_kind:
+        return ""
+    networks = report.networks
+    rows = []
+    for kind, each in by_kind.items():
+        least, share = each.get("minimum"), each.get("overlapped")
+        rows.append(
+            (
+                escape(kind),
+                human_bytes(each[networks.fast]),
+                human_bytes(each[networks.slow]),
+                "" if least is None else human_bytes(least),
+                "" if share is None else f"{share:.0%}",
+            )
+        )
+    head = ("kind", networks.fast, networks.slow, f"least {networks.slow}", "beside matmuls")
+    return (
+        f"<h2>Bytes inside a {networks.island} and between them</h2>\n"
+        f"{table(head, rows, numbers=(1, 2, 3, 4))}"
     )
 
 
@@ -129,15 +156,17 @@ def schedule_section(report: Report) -> str:
             else:
                 runs.append([record])
         parts = [(_bytes(run), _STATES[_state(run[0])], _run_text(run, unit)) for run in runs]
-        beside = sum(c.total_bytes for c in records if c.overlapped) / whole
-        rows.append((kind, f"{beside:.0%}", svg("strip", parts, whole, f"{kind} in program order")))
+        shares = [overlap(records, kind, phase) for phase in (None, "forward", "backward")]
+        texts = ["" if share is None else f"{share:.0%}" for share in shares]
+        rows.append((kind, *texts, svg("strip", parts, whole, f"{kind} in program order")))
     if not rows:
         return ""
     legend = "".join(f"<li>{swatch(color)}{state}</li>" for state, color in _STATES.items())
-    head = ("kind", "overlapped", "in program order, by bytes")
+    head = ("kind", "overlapped", "forward", "backward", "in program order, by bytes")
+    drawn = table(head, rows, numbers=(1, 2, 3), fill=4, kind="schedule")
     return (
         "<h2>Schedule: what runs beside a matrix multiplication</h2>\n"
-        f'<ul class="legend">{legend}</ul>\n{table(head, rows, numbers=(1,), fill=2, kind="schedule")}'
+        f'<ul class="legend">{legend}</ul>\n{drawn}'
     )
 
 

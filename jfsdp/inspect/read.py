@@ -12,6 +12,7 @@ from . import scopes
 from .compiled import compiled_collectives
 from .contract import Promise, minima_of
 from .memory import Argument, Memory, from_failure, read_memory
+from .networks import networks_of_mesh
 from .report import Report
 from .stablehlo import collectives, constant_bytes
 from .target import find_target
@@ -91,13 +92,16 @@ def inspect(
     accumulation = scopes.microbatches(lowered.as_text(debug_info=True)) if promises else None
     if accumulation is not None:
         promises = [promise.accumulated(*accumulation) for promise in promises]
+    networks = networks_of_mesh(mesh)
+    written = collectives(lowered, mesh)
     report = Report(
-        collectives=tuple(collectives(lowered, mesh)),
+        collectives=tuple(written if networks is None else map(networks.shared, written)),
         minima=minima_of(promises),
         mesh_axes=tuple((str(axis), size) for axis, size in mesh.shape.items()),
         promises=tuple(promises),
         other_axes=tuple(other_axes),
         constants=constant_bytes(lowered),
+        networks=networks,
     )
     if not compile:
         return report
@@ -141,7 +145,8 @@ def compiled_report(
         found: tuple = ()
     else:
         memory = read_memory(program, arguments, available=available)
-        found = tuple(compiled_collectives(program.as_text() or "", dict(report.mesh_axes)))
+        text = program.as_text() or ""
+        found = tuple(compiled_collectives(text, dict(report.mesh_axes), report.networks))
     return dataclasses.replace(
         report,
         collectives=found,

@@ -8,16 +8,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .collective import KINDS, Collective, check_kind
 from .contract import Departure, PolicyViolation, Promise
 from .difference import Difference, difference
 from .memory import Memory, memory_table
+from .networks import Networks, is_slow
+from .networks_table import bytes_by_network, network_table
+from .overlap import PHASES, overlap, overlap_by_kind, overlap_line
 from .rows import Minimum, Row, kind_rows, kind_total
+from .selection import selected
 from .sizes import parse_bytes
 from .stored import stored_departures
-from .table import overlap_line, render
+from .table import render
 from .verify import departures
 
 __all__ = ["Report"]
@@ -41,6 +44,7 @@ class Report:
         memory: bytes per device; None before compilation.
         constants: bytes of arrays that are written into the program.
         lowered: the report of the same step as it was written, if this one is of the compiled program.
+        networks: what joins the devices; None where that is not known.
     """
 
     collectives: tuple[Collective, ...]
@@ -53,6 +57,7 @@ class Report:
     memory: Memory | None = None
     constants: int = 0
     lowered: Report | None = None
+    networks: Networks | None = None
 
     def check(
         self, *, calls: int = 1, tolerance: float = 0.01, memory: int | str | None = None
@@ -62,7 +67,8 @@ class Report:
         Checked are, of the compiled program if there is one: that every gather of a parameter is in its
         `param_dtype` and every reduction of a gradient in its `reduce_dtype`, over the stated axes; that
         the bytes are at most the least ones; that nothing else of 1 MiB or more is communicated, no
-        gradient of that size all-reduced in place of a reduce-scatter; that no parameters are constants
+        gradient of that size all-reduced in place of a reduce-scatter; that no gather or reduce-scatter
+        crosses TPU slices or GPU hosts if its shard axes lie inside one; that no parameters are constants
         of the program; that parameters and optimizer state take the stated bytes and, if they are donated,
         that all of them are reused; that the step fits. Compilers for CPU turn bfloat16 collectives into
         float32 ones: there dtypes and bytes are read from the program before compilation.
@@ -120,6 +126,7 @@ class Report:
             calls=calls,
             tolerance=tolerance,
             other_axes=self.other_axes,
+            networks=self.networks,
         )
         available = parse_bytes(memory) if memory is not None else None
         return [*found, *stored_departures(self.constants, self.memory, available)]
@@ -191,6 +198,7 @@ class Report:
         kind: str | None = None,
         axes: str | Sequence[str] | None = None,
         dtype: Any = None,
+        network: str | None = None,
     ) -> float:
         """How many bytes one device receives in one step.
 
@@ -198,19 +206,48 @@ class Report:
             kind: as for `count`.
             axes: as for `count`.
             dtype: as for `count`.
+            network: only what comes over this network: "ICI" or "DCN" (inside and between TPU slices),
+                "NVLink" or "network" (inside and between hosts of GPUs), in any case.
 
         Returns:
             The bytes, summed over all executions; a whole number wherever each array divides by
             its group's size.
 
         Raises:
-            ValueError: as for `count`.
+            ValueError: as for `count`; the devices are not known, or have no such network.
             TypeError: as for `count`.
         """
-        return sum((record.total_bytes for record in self._select(kind, axes, dtype)), 0.0)
+        records = self._select(kind, axes, dtype)
+        if network is None:
+            return sum((record.total_bytes for record in records), 0.0)
+        slow = is_slow(network, self.networks)
+        return sum((r.crossing_bytes if slow else r.inside_bytes for r in records), 0.0)
+
+    def overlap(self, kind: str, phase: str | None = None) -> float | None:
+        """Which share of a kind's bytes travels while a matrix multiplication is scheduled to run.
+
+        Args:
+            kind: as for `count`.
+            phase: "forward", "backward" or "update"; None for all.
+
+        Returns:
+            From 0.0 to 1.0; None if the program has no such bytes.
+
+        Raises:
+            ValueError: there is no such kind or phase, or the program is not compiled and has no schedule.
+        """
+        check_kind(kind)
+        if phase not in (None, *PHASES):
+            raise ValueError(f"jfsdp.inspect: no phase {phase!r}; there are {list(PHASES)}")
+        if not self.target:
+            raise ValueError(
+                "jfsdp.inspect: a schedule is known of compiled programs only: "
+                "jfsdp.inspect(step, ..., compile=True)"
+            )
+        return overlap(self.collectives, kind, phase)
 
     def to_json(self) -> str:
-        """The report as a JSON object: version, target, mesh, memory, collectives, rows, totals, minima."""
+        """The report as a JSON object: what `as_dict` has."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_html(self, title: str = "") -> str:
@@ -220,7 +257,7 @@ class Report:
         return to_html(self, title)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `to_json` writes, as a dictionary."""
+        """Version, target, mesh, memory, collectives, their sums, minima, networks and overlap, for JSON."""
         return {
             "jax_version": self.jax_version,
             "target": self.target,
@@ -229,6 +266,8 @@ class Report:
             "totals": [_row_as_dict(row) for row in self.totals],
             "rows": [_row_as_dict(row) for row in self.rows],
             "minima": [dataclasses.asdict(minimum) for minimum in self.minima],
+            "networks": bytes_by_network(self.collectives, self.promises, self.networks),
+            "overlap": overlap_by_kind(self.collectives),
             "memory": None if self.memory is None else self.memory.as_dict(),
             "constants": self.constants,
             "collectives": [dataclasses.asdict(record) for record in self.collectives],
@@ -242,6 +281,7 @@ class Report:
             title = f"{self._title()}; bytes received per device and step"
             table = render(title, self.rows, self.totals, self.minima)
             parts = ["\n".join(filter(None, [table, overlap_line(self.collectives)]))]
+            parts += filter(None, [network_table(self.collectives, self.promises, self.networks)])
         if self.memory is not None:
             parts.append(memory_table(self.memory))
         return "\n\n".join(parts)
@@ -256,24 +296,7 @@ class Report:
     def _select(
         self, kind: str | None, axes: str | Sequence[str] | None, dtype: Any
     ) -> Iterator[Collective]:
-        if kind is not None:
-            check_kind(kind)
-        wanted_axes = None if axes is None else self._checked_axes(axes)
-        wanted_dtype = None if dtype is None else jnp.dtype(dtype).name
-        for record in self.collectives:
-            if (
-                kind in (None, record.kind)
-                and wanted_axes in (None, frozenset(record.axes))
-                and wanted_dtype in (None, record.dtype)
-            ):
-                yield record
-
-    def _checked_axes(self, axes: str | Sequence[str]) -> frozenset[str]:
-        wanted = frozenset((axes,) if isinstance(axes, str) else axes)
-        known = [axis for axis, _ in self.mesh_axes]
-        if unknown := sorted(wanted.difference(known)):
-            raise ValueError(f"jfsdp.inspect: no axes {unknown} in this mesh, which has {known}")
-        return wanted
+        return selected(self.collectives, [axis for axis, _ in self.mesh_axes], kind, axes, dtype)
 
 
 def _row_as_dict(row: Row) -> dict[str, Any]:

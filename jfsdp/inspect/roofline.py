@@ -24,6 +24,7 @@ from typing import Final
 import numpy as np
 from jax.sharding import Mesh
 
+from .networks import NAMES, island_of, networks_of
 from .rows import Row
 from .target import Device, Target
 
@@ -62,7 +63,7 @@ class Network:
     """What joins the devices of a group.
 
     Attributes:
-        name: "ICI", "NVLink" or "network".
+        name: "ICI", "NVLink", "DCN" or "network".
         link_bandwidth: bytes/s in one direction of one link.
         links: how many of them bring bytes to a device at the same time; below 1 if groups share one.
     """
@@ -162,6 +163,8 @@ def roofline(
 ) -> tuple[Roofline, ...]:
     """Holds a step's computation against its communication, for each set of mesh axes that it uses.
 
+    Axes along which devices of several TPU slices or GPU hosts lie have a line for each of the two networks.
+
     Args:
         rows: what one step communicates: `Report.rows`.
         mesh: the mesh, of devices.
@@ -170,24 +173,31 @@ def roofline(
         tokens: of one global batch, over all devices; None if it is not known.
 
     Returns:
-        One for each set of axes, the longest communication first. Sets that take less than 1 % of the
-        communication time are left out.
+        One for each set of axes and network, the longest communication first. Those that take less than 1 %
+        of the communication time are left out.
     """
     received: dict[tuple[str, ...], float] = {}
     for row in rows:
         if row.axes and row.bytes_per_device:
             received[row.axes] = received.get(row.axes, 0.0) + row.bytes_per_device
     each = None if tokens is None else tokens / mesh.size
-    found = [
-        Roofline(axes, network_of(mesh, axes, target), size, parameters, target.peak_flops, each)
-        for axes, size in received.items()
-    ]
+    networks = networks_of(mesh, target)
+    found = []
+    for axes, size in received.items():
+        between = size * networks.share_along("all-gather", axes)
+        parts = {network_of(mesh, axes, target): between or size}
+        if 0 < between < size:
+            parts[network_of(mesh, axes, target, inside=True)] = size - between
+        found += [
+            Roofline(axes, network, part, parameters, target.peak_flops, each)
+            for network, part in parts.items()
+        ]
     found.sort(key=lambda line: -line.communication_seconds)
     least = _NEGLIGIBLE * sum(line.communication_seconds for line in found)
     return tuple(line for line in found if line.communication_seconds >= least)
 
 
-def network_of(mesh: Mesh, axes: Sequence[str], target: Target) -> Network:
+def network_of(mesh: Mesh, axes: Sequence[str], target: Target, *, inside: bool = False) -> Network:
     """The network over which the devices of one group along some mesh axes are joined.
 
     In a torus a group receives over two links in each dimension that it spans all round, and over one
@@ -199,26 +209,24 @@ def network_of(mesh: Mesh, axes: Sequence[str], target: Target) -> Network:
         mesh: the mesh, of devices.
         axes: its axes that the group varies over.
         target: what the devices are.
+        inside: only the devices of the group that are in one slice or host.
     """
+    fast, slow = NAMES[target.platform]
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     group = list(np.asarray(mesh.devices[index]).flat)
-    if len({_island(device, target) for device in group}) > 1:
-        return Network("network", target.network_bandwidth)
+    if inside:
+        first = island_of(group[0], target)
+        group = [device for device in group if island_of(device, target) == first]
+    if len({island_of(device, target) for device in group}) > 1:
+        return Network(slow, target.network_bandwidth)
     if not target.torus_dims:
-        return Network("NVLink", target.link_bandwidth, target.links)
+        return Network(fast, target.link_bandwidth, target.links)
     own, whole = _positions(group), _positions(list(mesh.devices.flat))
     if math.prod(map(len, own)) != len(group):
-        return Network("ICI", target.link_bandwidth)
+        return Network(fast, target.link_bandwidth)
     closed = _closed([len(each) for each in whole], target.torus_dims)
     links = sum(map(_links, own, map(len, whole), closed))
-    return Network("ICI", target.link_bandwidth, links or 1)
-
-
-def _island(device: Device, target: Target) -> int:
-    """Which slice of TPUs or host of GPUs a device is in."""
-    if target.devices_per_host:
-        return device.id // target.devices_per_host
-    return getattr(device, "slice_index", None) or 0
+    return Network(fast, target.link_bandwidth, links or 1)
 
 
 def _positions(devices: Sequence[Device]) -> list[list[int]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from .collective import KINDS
 from .hlo import Computation, Instruction, Module
@@ -15,6 +16,10 @@ __all__ = ["Schedule", "called_computations"]
 _MATMUL_OPCODES: Final = ("dot", "convolution", "ragged-dot")
 # cuBLAS and cuDNN calls, Triton's matmuls, and the Pallas kernels of TPUs.
 _MATMUL_CALLS: Final = re.compile(r"gemm|matmul|cudnn|conv|attention|tpu_custom_call|mosaic", re.I)
+
+_Places: TypeAlias = frozenset[tuple[int, ...]]
+_Held: TypeAlias = dict[str, _Places]
+_SAME: Final = ("copy", "bitcast", "optimization-barrier", "async-update", "while")
 
 
 def called_computations(at: Instruction) -> tuple[str, ...]:
@@ -39,16 +44,53 @@ class Schedule:
     _matmuls: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def overlaps(self, start: Instruction, computation: Computation) -> bool:
-        """Whether a matrix multiplication stands between a start and its done."""
-        running = False
-        for at in computation:
-            if at is start:
-                running = True
-            elif running and at.opcode.endswith("-done") and start.name in at.operands:
+        """Whether a matrix multiplication stands between a start and its done.
+
+        The done may stand in a loop that is given what was started, or in the next iteration of the loop that
+        the start stands in.
+        """
+        whole = list(computation)
+        held = {start.name: frozenset({()})}
+        return self._beside(held, whole[whole.index(start) + 1 :], computation) is True
+
+    def _beside(
+        self,
+        held: _Held,
+        rest: Sequence[Instruction],
+        computation: Computation,
+        carried: bool = False,
+    ) -> bool | None:
+        """Follows what was started: True at a multiplication, False at its done, None if `rest` has neither.
+
+        Args:
+            held: the instructions that have it, and where in their tuples.
+            rest: the instructions to go through.
+            computation: the one they stand in.
+            carried: whether an iteration before this one has been gone through.
+        """
+        for at in rest:
+            places = _places(at, held)
+            if places and at.opcode.endswith("-done"):
                 return False
-            elif running and self._multiplies(at):
+            if places and at.opcode == "while":
+                body = self.module[at.called("body")]
+                found = self._beside(_given(body, places), list(body), body)
+                if found is not None:
+                    return found
+            elif self._multiplies(at):
                 return True
-        return False
+            if places:
+                held[at.name] = places
+        places = held.get(computation.root)
+        if not places or carried or computation.name not in self._bodies:
+            return None
+        return self._beside(_given(computation, places), list(computation), computation, True)
+
+    @functools.cached_property
+    def _bodies(self) -> frozenset[str]:
+        """The computations that are bodies of loops."""
+        loops = (at for c in self.module.computations.values() for at in c if at.opcode == "while")
+        return frozenset(at.called("body") for at in loops)
 
     def chain(self, name: str) -> str:
         """The chain that a fusion's collective is a part of, or ""."""
@@ -77,3 +119,27 @@ class Schedule:
         if name not in self._matmuls:
             self._matmuls[name] = any(self._multiplies(at) for at in self.module[name])
         return self._matmuls[name]
+
+
+def _places(at: Instruction, held: _Held) -> _Places:
+    """Where in the result of an instruction the started collective is, if one of its operands has it."""
+    found: set[tuple[int, ...]] = set()
+    for number, operand in enumerate(at.operands):
+        for place in held.get(operand, ()):
+            if at.opcode == "tuple":
+                found.add((number, *place))
+            elif at.opcode == "get-tuple-element":
+                # A start is a tuple itself, of which every element is what was started.
+                if not place:
+                    found.add(())
+                elif place[0] == int(at.attribute(r"index=(\d+)") or -1):
+                    found.add(place[1:])
+            elif at.opcode in _SAME or at.opcode.endswith("-done"):
+                found.add(place)
+    return frozenset(found)
+
+
+def _given(body: Computation, places: _Places) -> _Held:
+    """What the body of a loop has of these elements of the tuple that it is given."""
+    parameter = body.parameter(0)
+    return {} if parameter is None else {parameter.name: places}

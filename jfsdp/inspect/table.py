@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from .collective import Collective
 from .rows import Minimum, Row
 
-__all__ = ["aligned", "human_bytes", "overlap_line", "render"]
+__all__ = ["aligned", "human_bytes", "render"]
 
 _HEADER = ("kind", "axes", "dtype", "count", "bytes", "minimum", "ratio")
 _LEFT_ALIGNED = 3
@@ -48,26 +47,6 @@ def render(
     if unknown_trips:
         notes.append(_UNKNOWN_TRIPS)
     return "\n".join([title, "", lines[0], rule, *lines[1:], rule, summary, *notes])
-
-
-def overlap_line(collectives: Sequence[Collective]) -> str:
-    """Which share of the bytes travels while a matrix multiplication runs; "" if nothing says.
-
-    Args:
-        collectives: of a compiled program. Before compilation there is no schedule.
-    """
-    shares = []
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        records = [record for record in collectives if record.kind == kind and record.instruction]
-        size = sum(record.total_bytes for record in records)
-        if size:
-            share = sum(r.total_bytes for r in records if r.overlapped) / size
-            shares.append(f"{kind} {share:.0%}")
-    return (
-        f"scheduled beside a matrix multiplication: {', '.join(shares)} of the bytes"
-        if shares
-        else ""
-    )
 
 
 def human_bytes(count: float) -> str:

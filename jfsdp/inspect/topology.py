@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import pathlib
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ __all__ = ["Target", "compiler_options", "find_target", "is_absent", "target_of"
 
 GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
 
-EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', 'h100:8', 'h100:64'"
+EXAMPLES = "'v5e:2x4', 'v5p:4x4x4', '2xv5p:4x4x4', 'h100:8', 'h100:64'"
 
 
 def topology(name: str) -> tuple[Device, ...]:
@@ -43,15 +44,19 @@ def topology(name: str) -> tuple[Device, ...]:
 
     Args:
         name: the kind, a colon, and how many: "v5e:2x4" (chips of a TPU slice by its ICI axes; v4, v5e,
-            v5p, v6e), "h100:8", "h100:64" (GPUs: up to 8 of one host, or hosts of 8; a100, h100, h200,
-            b200; A100 and H100 are those of 80 GB, all with NVLink).
+            v5p, v6e), "2xv5p:4x4x4" (two such slices, joined by DCN), "h100:8", "h100:64" (GPUs: up to 8
+            of one host, or hosts of 8; a100, h100, h200, b200; A100 and H100 are those of 80 GB, all with
+            NVLink).
 
     Returns:
         The devices. A TPU chip is one device, as in JAX on a TPU VM. `jax.make_mesh` wants the axes of
         a mesh to be products of the slice's, as it does there: (4, 4) or (16,) of "v6e:4x4", not (2, 8).
+        It makes no mesh of several slices, there as here: those take a `jax.sharding.Mesh` of what
+        `jax.experimental.mesh_utils.create_hybrid_device_mesh` returns.
 
     Raises:
         ValueError: the name is unknown, or there is no such slice or number; the legal ones are named.
+            GPUs have no slices: more hosts are more GPUs.
         ImportError: the compiler for them is not installed; the extra that brings it is named.
         RuntimeError: another process holds libtpu.
 
@@ -74,13 +79,22 @@ def topology(name: str) -> tuple[Device, ...]:
     if not isinstance(name, str):
         raise TypeError(f"topology takes a name such as {EXAMPLES}, got {type(name).__name__}.")
     family, _, size = name.partition(":")
-    known = known_targets().get(family)
+    several = re.fullmatch(r"([1-9]\d*)x(.*)", family)
+    slices, kind = (int(several[1]), several[2]) if several else (1, family)
+    known = known_targets().get(kind)
     if known is None:
         raise ValueError(
             f"topology({name!r}): there is no such target. There are "
             f"{', '.join(sorted(known_targets()))}; for example {EXAMPLES}."
         )
-    return _tpus(name, size, known) if known["platform"] == "tpu" else _gpus(name, size, known)
+    if known["platform"] == "tpu":
+        return _tpus(name, kind, size, slices, known)
+    if several:
+        raise ValueError(
+            f"topology({name!r}): only TPUs come in slices. Hosts of GPUs are counted together, as in "
+            f"'{kind}:{2 * known['devices_per_host']}' for two."
+        )
+    return _gpus(name, size, known)
 
 
 def is_absent(mesh_or_device: Mesh | AbstractMesh | Device) -> bool:
@@ -145,8 +159,10 @@ def _gpu_options(device: Device) -> tuple[tuple[str, Any], ...]:
 # TPUs
 
 
-def _tpus(name: str, shape: str, known: dict[str, Any]) -> tuple[Device, ...]:
-    _check_shape(name, shape, known)
+def _tpus(
+    name: str, kind: str, shape: str, slices: int, known: dict[str, Any]
+) -> tuple[Device, ...]:
+    _check_shape(name, kind, shape, known)
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ImportError(
             f"topology({name!r}) needs libtpu, the TPU compiler, which is not installed:\n"
@@ -155,9 +171,11 @@ def _tpus(name: str, shape: str, known: dict[str, Any]) -> tuple[Device, ...]:
     options = dict(known.get("libtpu", {}))
     if shape == "1x1":  # libtpu 0.0.42 takes every host for one of 2x2
         options["chips_per_host_bounds"] = (1, 1, 1)
+    if slices > 1:
+        options["num_slices"] = slices
     with _environment_of_libtpu():
         try:
-            made = topologies.get_topology_desc(name, platform="tpu", **options)
+            made = topologies.get_topology_desc(f"{kind}:{shape}", platform="tpu", **options)
         except jax.errors.JaxRuntimeError as error:
             if "lockfile" not in str(error):
                 raise
@@ -171,10 +189,9 @@ def _tpus(name: str, shape: str, known: dict[str, Any]) -> tuple[Device, ...]:
     return tuple(made.devices)
 
 
-def _check_shape(name: str, shape: str, known: dict[str, Any]) -> None:
+def _check_shape(name: str, kind: str, shape: str, known: dict[str, Any]) -> None:
     if shape in known["shapes"]:
         return
-    kind, _, _ = name.partition(":")
     legal = ", ".join(known["shapes"])
     cube = known.get("cube")
     if cube:

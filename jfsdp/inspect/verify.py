@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from .collective import Collective
 from .contract import Departure, Promise, Wire
+from .networks import Networks
 from .table import human_bytes
+from .verify_networks import crossing, detours
 from .verify_sums import SMALL, kept, scattered_once, totals
 
 __all__ = ["LARGE", "SMALL", "departures"]
@@ -24,6 +27,7 @@ def departures(
     calls: int,
     tolerance: float,
     other_axes: Iterable[str] = (),
+    networks: Networks | None = None,
 ) -> list[Departure]:
     """Every point in which a program's collectives are not the promised ones.
 
@@ -38,11 +42,13 @@ def departures(
         calls: how often the step calls the model.
         tolerance: by which fraction bytes may exceed the least ones.
         other_axes: the mesh axes that are not data-parallel, of which the policies say nothing.
+        networks: what joins the devices, if that is known.
 
     Returns:
         The departures, those of the same kind for parameters of one shape as one.
     """
-    book = _Book(promises, calls, tolerance)
+    several_slices = networks is not None and networks.several and networks.platform == "tpu"
+    book = _Book(promises, calls, tolerance, several_slices)
     others = set(other_axes)
     collectives = [c for c in collectives if _matters(c) and not (c.axes and others >= set(c.axes))]
     found: list[Departure] = []
@@ -52,6 +58,9 @@ def departures(
     found += kept(collectives, promises, calls)
     found += scattered_once(collectives, promises)
     found += totals(collectives, promises, calls, tolerance)
+    if networks is not None:
+        found += crossing(collectives, promises, networks)
+        found += detours(collectives, promises, networks, calls)
     return _merged(found)
 
 
@@ -79,14 +88,18 @@ def _index(
 class _Book:
     """The promises, to be found by name and by shape."""
 
-    def __init__(self, promises: Iterable[Promise], calls: int, tolerance: float) -> None:
+    def __init__(
+        self, promises: Iterable[Promise], calls: int, tolerance: float, several_slices: bool
+    ) -> None:
         self.calls, self.tolerance = calls, tolerance
+        self.several_slices = several_slices
         self.by_leaf = {promise.leaf: promise for promise in promises}
         self.by_shape = _index(self.by_leaf.values(), lambda promise: promise.shapes)
         self.by_shard = _index(self.by_leaf.values(), lambda promise: promise.shards)
         sums = [p.sum for p in self.by_leaf.values() if p.sum]
         self.sum_axes = {axis for wire in sums for axis in wire.axes}
         self.sum_dtypes = {wire.dtype for wire in sums}
+        self.scatters = [p.scatter for p in self.by_leaf.values() if p.scatter]
 
     def owners(self, record: Collective, shape: tuple[int, ...], index: _Index) -> list[Promise]:
         named = self.by_leaf.get(record.leaf)
@@ -104,7 +117,10 @@ class _Book:
             owners = self.owners(record, record.result_shape, self.by_shape)
             # What was updated in parts is the device's part of a parameter, or all of it.
             updated = self.owners(record, record.result_shape, self.by_shard)
-            yield from self._gather(record, owners + [p for p in updated if p.update])
+            owners += [p for p in updated if p.update]
+            if not owners and self.several_slices:
+                owners = self._gathered_partly(record)
+            yield from self._gather(record, owners)
         elif record.kind in ("reduce-scatter", "all-reduce"):
             owners: list[Promise] = []
             if record.kind == "all-reduce" and _within(record, self.sum_axes):
@@ -151,6 +167,26 @@ class _Book:
         wires += [p.update for p in owners]
         yield from _against(record, owners, _nearest(record, wires))
 
+    def _gathered_partly(self, record: Collective) -> list[Promise]:
+        """The parameters of which a gather over some of their axes, or a part of each, may be a stage.
+
+        Programs of several TPU slices name no gather, and what is gathered partly has no shape of theirs.
+        """
+        before, after = math.prod(record.shape), math.prod(record.result_shape)
+        return [
+            promise
+            for promise in self.by_leaf.values()
+            if promise.gather is not None
+            and record.axes
+            and set(record.axes) <= set(promise.gather.axes)
+            and any(before % (math.prod(shard) or 1) == 0 for shard in promise.shards)
+            and any(
+                math.prod(shape) % (after or 1) == 0
+                and not set(record.result_shape).isdisjoint(_core(shape))
+                for shape in promise.shapes
+            )
+        ]
+
     def _reduction(self, record: Collective, owners: list[Promise]) -> Iterator[Departure]:
         large = record.total_bytes >= LARGE
         if not owners:
@@ -159,7 +195,7 @@ class _Book:
                 if self.sum_dtypes and record.dtype not in self.sum_dtypes and large:
                     stated = " or ".join(sorted(self.sum_dtypes))
                     yield Departure("", "dtype of the all-reduce", stated, _described(record))
-            elif large and not _is_small_vector(record):
+            elif large and not _is_small_vector(record) and not self._is_second_part(record):
                 yield _foreign(record)
             return
         owner = owners[0]
@@ -181,6 +217,12 @@ class _Book:
             if wire and not record.groups:
                 wire = dataclasses.replace(wire, axes=record.axes)
             yield from _against(record, owners, wire)
+
+    def _is_second_part(self, record: Collective) -> bool:
+        """Whether it is the part between TPU slices of a reduce-scatter, which has neither name nor shape."""
+        stated = [wire for wire in self.scatters if wire.dtype in ("", record.dtype)]
+        whole = record.crossing == 1 and record.kind == "reduce-scatter"
+        return whole and any(_within(record, wire.axes) for wire in stated)
 
 
 def _within(record: Collective, axes: Iterable[str]) -> bool:
