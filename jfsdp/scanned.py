@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp._compat import function_of, scan_counts
-from jfsdp.layers import Derivative, at, chosen, is_inexact, put, values_of, zeros
+from jfsdp.layers import Derivative, at, chosen, is_inexact, put, shards_at, values_of, zeros
 from jfsdp.pieces import Piece
 from jfsdp.pullback import is_variable
 from jfsdp.reductions import Reductions
@@ -82,7 +82,7 @@ class Loop:
         whole = jax.eval_shape(
             lambda stacks: [
                 weight.gathered(x, stacked=True)
-                for weight, x in zip(self.weights, at(stacks, 0), strict=True)
+                for weight, x in zip(self.weights, shards_at(stacks, 0), strict=True)
             ],
             [shards[v] for v in self.layers],
         )
@@ -123,8 +123,9 @@ class Loop:
 
         def step(state: Any, number: Any, is_last: bool = False) -> tuple[Any, list[Any]]:
             carry, wholes = state
-            parts = [] if is_last else at(stacks, number + self.ahead)
-            carry, wholes, parts = fence(carry, wholes, parts)
+            parts = [] if is_last else shards_at(stacks, number + self.ahead)
+            if is_last or not self.ahead:
+                carry, wholes, parts = fence(carry, wholes, parts)
             coming = [
                 w.gathered(x, stacked=True) for w, x in zip(self.weights, parts, strict=False)
             ]
@@ -224,18 +225,14 @@ class LoopRecord:
 
         def step(state: Any, number: Any) -> tuple[Any, None]:
             carried, sums, wholes, running, done, rests = state
-            carried, wholes, parts, running = fence(
-                carried, wholes, at(stacks, number - 1), running
-            )
-            parts, running = fence(parts, reduced(running, waiting=True))
-            done = put(done, running, number + 1)
-            coming = gathered(parts)
+            done = put(done, reduced(running, waiting=True), number + 1)
+            coming = gathered(shards_at(stacks, number - 1))
             carried, sums, own, rest = layer(carried, sums, wholes, number)
             return (carried, sums, coming, own, done, put(rests, rest, number)), None
 
         def alone(state: Any, number: Any) -> tuple[Any, None]:
             carried, sums, done, rests = state
-            carried, parts = fence(carried, at(stacks, number))
+            carried, parts = fence(carried, shards_at(stacks, number))
             carried, sums, own, rest = layer(carried, sums, gathered(parts), number)
             carried, own = fence(carried, reduced(own, waiting=True))
             return (carried, sums, put(done, own, number), put(rests, rest, number)), None
@@ -255,7 +252,7 @@ class LoopRecord:
             (carried, sums, done, rests), _ = loop.scan(alone, state, range(last, -1, -1))
         else:
             own = [wholes[v] for v in needed]
-            coming = gathered(reductions.after(at(stacks, last - 1)) if last else [])
+            coming = gathered(reductions.after(shards_at(stacks, last - 1)) if last else [])
             carried, sums, running, rest = layer(carried, sums, own, last)
             rests = put(rests, rest, last)
             carried, coming, running = reductions.fence(carried, coming, running)
