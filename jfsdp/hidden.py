@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jfsdp.pieces import used_name
+from jfsdp.pieces import OUTERMOST, used_name
 from jfsdp.placement import Placement
 from jfsdp.units import Unit
 from jfsdp.unshard import unshard
@@ -96,6 +96,8 @@ class Shard(_Sharded):
 
     def unsharded(self, unit: Unit) -> jax.Array:
         """The whole weight, in the call of its unit."""
+        if self.group == OUTERMOST:
+            return self.array
         if self.group is not None:
             return checkpoint_name(self.array, used_name(self.group))
         how = unit.gathering(self.placement, self.array, partial=self.partial)

@@ -13,7 +13,11 @@ from jax.extend import core as jex
 from jfsdp._compat import scan_counts
 from jfsdp.pullback import run_equations, variables
 
-__all__ = ["Piece", "cut", "is_floating", "layers_of", "misused", "used_name"]
+__all__ = ["OUTERMOST", "Piece", "cut", "is_floating", "layers_of", "misused", "used_name"]
+
+
+OUTERMOST = 0
+"""The group of the unit round all others."""
 
 
 def used_name(group: int) -> str:
@@ -61,14 +65,14 @@ class Piece:
         return [v for v in self.outputs if v in found]
 
 
-def cut(jaxpr: Any, weights: Mapping[Any, int], outermost: int) -> list[Piece]:
+def cut(jaxpr: Any, weights: Mapping[Any, int]) -> list[Piece]:
     """Cut a program before every equation that reads weights of a group none of which was read so far.
+
+    What the outermost unit reads between two others makes no piece of its own, only what it reads after one.
 
     Args:
         jaxpr: the program.
         weights: the variables of whole weights, and the group of each.
-        outermost: the group of the unit round all others: what it reads between two units makes no piece of
-            its own, only what it reads after one.
     """
     blocks: list[list[Any]] = [[]]
     seen: set[Any] = set()
@@ -77,8 +81,9 @@ def cut(jaxpr: Any, weights: Mapping[Any, int], outermost: int) -> list[Piece]:
     for equation in jaxpr.eqns:
         read = [v for v in variables(equation.invars) if v in weights]
         new = [v for v in read if v not in seen]
-        inner = {weights[v] for v in new} - {outermost} - groups
-        if inner or (new and in_unit) or after_loop:
+        inner = {weights[v] for v in new} - {OUTERMOST} - groups
+        behind = in_unit and any(weights[v] == OUTERMOST for v in new)
+        if inner or behind or after_loop:
             if blocks[-1]:
                 blocks.append([])
             in_unit = bool(inner)
@@ -108,7 +113,7 @@ def _pieces(jaxpr: Any, blocks: list[list[Any]], weights: Mapping[Any, int]) -> 
     return pieces[::-1]
 
 
-def misused(jaxpr: Any, weights: Mapping[Any, int], outermost: int) -> set[int]:
+def misused(jaxpr: Any, weights: Mapping[Any, int]) -> set[int]:
     """The groups whose weights cannot be gathered outside of the equations that use them.
 
     Those of units that are called several times, or in a loop over something else than their own layers,
@@ -124,7 +129,7 @@ def misused(jaxpr: Any, weights: Mapping[Any, int], outermost: int) -> set[int]:
     layers: Counter[Any] = Counter()
     for equation in jaxpr.eqns:
         read = {v for v in variables(equation.invars) if v in weights}
-        groups = {weights[v] for v in read} - {outermost}
+        groups = {weights[v] for v in read} - {OUTERMOST}
         if len(groups) > 1:
             found |= groups
         if equation.primitive.name == "scan" and not equation.params["reverse"]:
@@ -134,7 +139,7 @@ def misused(jaxpr: Any, weights: Mapping[Any, int], outermost: int) -> set[int]:
         own = [v for v, other in weights.items() if other == group]
         if paths - {()} and (paths != {("scan",)} or any(layers[v] != 1 for v in own)):
             found.add(group)
-    return found - {outermost}
+    return found - {OUTERMOST}
 
 
 def layers_of(equation: Any) -> list[Any]:

@@ -251,8 +251,9 @@ class LoopRecord:
             state = (carried, sums, done, rests)
             (carried, sums, done, rests), _ = loop.scan(alone, state, range(last, -1, -1))
         else:
-            own = [wholes[v] for v in needed]
-            coming = gathered(reductions.after(shards_at(stacks, last - 1)) if last else [])
+            parts = shards_at(stacks, last - 1) if last else []
+            carried, own, parts = fence(carried, [wholes[v] for v in needed], parts)
+            coming = reductions.begin(gathered(parts))
             carried, sums, running, rest = layer(carried, sums, own, last)
             rests = put(rests, rest, last)
             carried, coming, running = reductions.fence(carried, coming, running)

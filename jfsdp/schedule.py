@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp import region as regions
-from jfsdp.layers import values_of
+from jfsdp.layers import is_inexact, values_of
 from jfsdp.pieces import cut, is_floating, layers_of, misused
 from jfsdp.pullback import is_variable
 from jfsdp.recorded import Kept, Record, record
@@ -25,9 +25,6 @@ from jfsdp.unshard import Gathering, check_reducible, gather
 from jfsdp.weights import Ahead, Weight, fence
 
 __all__ = ["Scheduled", "call_scheduled"]
-
-OUTERMOST = 0
-"""The number of the unit round all others."""
 
 Scheduled = Callable[[Sequence[Any], Mapping[int, int]], regions.Rows]
 """A forward as a function of leaves. Those in the second argument, with their groups, are whole."""
@@ -76,7 +73,7 @@ class _Program:
         managed = {w.index: w for w in weights}
         while wrong := self._trace(body, values, managed):
             managed = {i: w for i, w in managed.items() if w.group not in wrong}
-        self.pieces = cut(self.jaxpr, {v: w.group for v, w in self.weights.items()}, OUTERMOST)
+        self.pieces = cut(self.jaxpr, {v: w.group for v, w in self.weights.items()})
         self.loops = {
             n: Loop(piece, self.weights, prefetch)
             for n, piece in enumerate(self.pieces)
@@ -103,7 +100,7 @@ class _Program:
         self.jaxpr, self.consts, self.lengths = closed.jaxpr, closed.consts, tuple(lengths)
         invars = enumerate(self.jaxpr.invars)
         self.weights = {v: managed[i] for i, v in invars if i in managed}
-        wrong = misused(self.jaxpr, {v: w.group for v, w in self.weights.items()}, OUTERMOST)
+        wrong = misused(self.jaxpr, {v: w.group for v, w in self.weights.items()})
         scans = (e for e in self.jaxpr.eqns if e.primitive.name == "scan")
         scanned = {v for equation in scans for v in layers_of(equation)}
         return wrong | {w.group for v, w in self.weights.items() if w.how.once and v in scanned}
@@ -122,7 +119,7 @@ class _Program:
             made = piece.run([env[v] for v in piece.inputs])
             return dict(zip(piece.outputs, made, strict=True))
 
-        return self._forward(values, shards, visit)
+        return self._forward(values, shards, visit, dict)[0]
 
     def record(self, values: Sequence[Any], wanted: Sequence[int]) -> tuple[regions.Rows, list]:
         """The results, and what `replay` needs."""
@@ -150,10 +147,24 @@ class _Program:
                 active.update(found.outputs)
             return made
 
-        rows = self._forward(values, shards, visit)
-        needed = {v for record in self.records.values() for v in record.needed}
-        self.kept_shards = {v: kept.add(shards[v]) for v in needed}
+        def again() -> dict[Any, Any]:
+            """What the backward pass gathers first, as far as the forward has come."""
+            return self._parts(Ahead(self._needs(), self.prefetch).start(), shards, last=True)
+
+        rows, first = self._forward(values, shards, visit, again)
+        self.first = {v: kept.add(x) for v, x in first.items()}
+        self.kept_shards = {v: kept.add(shards[v]) for _, needed in self._needs() for v in needed}
         return rows, kept.arrays
+
+    def _needs(self) -> list[tuple[int, list[Any]]]:
+        """The pieces that need weights again, last first, and which they are the first to need."""
+        seen: set[Any] = set()
+        needs = []
+        for number in sorted(self.records, reverse=True):
+            new = [v for v in self.records[number].needed if v not in seen]
+            seen.update(new)
+            needs += [(number, new)] if new else []
+        return needs
 
     def _shards(self, values: Sequence[Any]) -> dict[Any, Any]:
         """Of each weight what it is gathered from."""
@@ -164,7 +175,13 @@ class _Program:
         values: Sequence[Any],
         shards: Mapping[Any, Any],
         visit: Callable[[int, dict[Any, Any]], dict[Any, Any]],
-    ) -> regions.Rows:
+        again: Callable[[], dict[Any, Any]],
+    ) -> tuple[regions.Rows, dict[Any, Any]]:
+        """Run all pieces; the results, and what `again` gives, tied to what comes behind the last unit.
+
+        The backward's first gathers may then run beside that and the loss. Tied to nothing they would be
+        the same to XLA as the forward's, whose weights it would keep.
+        """
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         both = zip(self.jaxpr.invars, values, strict=True)
         env.update((v, x) for v, x in both if v not in self.weights)
@@ -173,13 +190,18 @@ class _Program:
             [(n, piece.first) for n, piece in enumerate(self.pieces) if piece.first], self.prefetch
         )
         self._gather(ahead.start(), shards, env)
+        dropped = [
+            n for n, p in enumerate(self.pieces) if any(self.weights[v].again for v in p.first)
+        ]
+        tail, first = max(dropped, default=-1) + 1, None
         for number, piece in enumerate(self.pieces):
             if number in ahead:
                 coming = ahead.after(number)
                 parts = self._parts(coming, shards, last=False)
                 live = [v for v in piece.inputs if v in made and is_floating(v)]
                 whole = [v for v in piece.first if v in env]
-                tied, parts = fence([env[v] for v in (*live, *whole)], parts)
+                first = again() if number == tail else first
+                tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first or {})
                 env.update(zip((*live, *whole), tied, strict=True))
                 env.update(self._whole(parts))
             new = visit(number, env)
@@ -190,8 +212,13 @@ class _Program:
         for v in self.jaxpr.outvars:  # a weight that is returned as it is
             if is_variable(v) and v in self.weights and v not in env:
                 env[v] = self.weights[v].gathered(shards[v])
-        results = iter(values_of(env, self.jaxpr.outvars))
-        return tuple([next(results) for _ in range(length)] for length in self.lengths)
+        results = values_of(env, self.jaxpr.outvars)
+        if not first:
+            floating = {i: x for i, x in enumerate(results) if is_inexact(x)}
+            floating, first = fence(floating, again())
+            results = [floating.get(i, x) for i, x in enumerate(results)]
+        left = iter(results)
+        return tuple([next(left) for _ in range(length)] for length in self.lengths), first
 
     def _gather(self, coming: Iterable[Any], shards: Mapping[Any, Any], env: dict) -> None:
         env.update(self._whole(self._parts(coming, shards, last=False)))
@@ -221,20 +248,10 @@ class _Program:
             if cotangent is not None:
                 _add(sums, v, cotangent)
         shards = {v: kept[place] for v, place in self.kept_shards.items()}
-        order = [n for n in reversed(range(len(self.pieces))) if n in self.records]
-        seen: set[Any] = set()
-        needs = []
-        for n in order:
-            new = [v for v in self.records[n].needed if v not in seen]
-            seen.update(new)
-            needs.append((n, new))
-        ahead = Ahead([need for need in needs if need[1]], self.prefetch)
-        # Tied to the cotangents: else XLA would see the forward's gathers in them, and keep those weights.
-        first = self._parts(ahead.start(), shards, last=True)
-        tied, first = fence(list(sums.values()), first)
-        sums, wholes = dict(zip(sums, tied, strict=True)), self._whole(first)
+        ahead = Ahead(self._needs(), self.prefetch)
+        wholes = self._whole({v: kept[place] for v, place in self.first.items()})
         reductions = Reductions(self.weights)
-        for number in order:
+        for number in sorted(self.records, reverse=True):
             record, piece = self.records[number], self.pieces[number]
             given = [sums.pop(v, None) for v in record.outputs]
             if all(x is None for x in given):
@@ -247,10 +264,8 @@ class _Program:
             if number in ahead or piece.first:
                 coming = ahead.after(number) if number in ahead else ()
                 parts = self._parts(coming, shards, last=True)
-                here = [v for v in record.needed if v in wholes]
-                given, tied, parts = reductions.fence(given, [wholes[v] for v in here], parts)
-                wholes.update(zip(here, tied, strict=True))
-                wholes.update(self._whole(reductions.after(parts)))
+                given, wholes, parts = reductions.fence(given, wholes, parts)
+                wholes.update(reductions.begin(self._whole(parts)))
             if isinstance(record, LoopRecord):
                 gradients = record.backward(kept, shards, wholes, given, reductions)
             else:

@@ -254,11 +254,15 @@ def test_second_derivative_is_refused():
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_one_remat_for_units_that_are_differentiated_by_other_inputs_is_refused(anew: bool):
-    """The first one's input is data. Made in the loop, it is none of jfsdp's business."""
+    """The first one's input is data. Made in the loop, it is none of jfsdp's business.
+
+    Called twice, each unit gathers its own weights: those of units that are called once are gathered outside
+    of the remat.
+    """
 
     def forward(model: Model, x: jax.Array) -> jax.Array:
         call = nnx.remat(lambda layer, x: layer(x))
-        for layer in (model.same, model.again):
+        for layer in (model.same, model.again, model.same, model.again):
             x = nnx.remat(lambda layer, x: layer(x))(layer, x) if anew else call(layer, x)
         return x
 
