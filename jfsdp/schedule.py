@@ -2,7 +2,18 @@
 
 The forward is traced once with whole weights as inputs, and cut where those of the next unit are first
 needed (`pieces`). Then both passes are written out here. What runs beside what is settled by what goes
-through one `optimization_barrier` between two pieces (`fence`).
+through one `optimization_barrier` between two pieces (`fence`):
+
+- forward: the activations, the weights of the unit that runs next, gathered by then, and the shards of the
+  one after it, to be gathered beside it;
+- backward: the cotangents, the weights again, the shards of the unit before, the whole gradients of the last
+  unit, to be reduced beside the next one's, and those of the one before, reduced by then.
+
+Every one of them is necessary (8 x H100, jax 0.12.0.1, a GPT of 6 to 16 blocks of width 512, remat): without the
+whole weights XLA gathers two units at once, beside nothing; without whole or reduced gradients it merges the
+reductions of all units at the end of the backward, until when their whole gradients are alive (16 blocks:
+250 MB of temporaries, not 83). Thresholds for its combiners, as compiler options, help neither in place of the
+barriers nor beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp import region as regions
 from jfsdp.layers import is_inexact, values_of
@@ -19,9 +29,8 @@ from jfsdp.pieces import cut, is_floating, layers_of, misused
 from jfsdp.pullback import is_variable
 from jfsdp.recorded import Kept, Record, record
 from jfsdp.reductions import Reductions
-from jfsdp.remat import KEPT
 from jfsdp.scanned import Loop, LoopRecord
-from jfsdp.unshard import Gathering, check_reducible, gather
+from jfsdp.unshard import check_reducible
 from jfsdp.weights import Ahead, Weight, fence
 
 __all__ = ["Scheduled", "call_scheduled"]
@@ -63,11 +72,7 @@ class _Program:
     """A forward, traced with whole weights and cut."""
 
     def __init__(
-        self,
-        body: Scheduled,
-        values: Sequence[Any],
-        weights: Sequence[Weight],
-        prefetch: int,
+        self, body: Scheduled, values: Sequence[Any], weights: Sequence[Weight], prefetch: int
     ):
         self.prefetch = prefetch
         managed = {w.index: w for w in weights}
@@ -88,7 +93,7 @@ class _Program:
         types, lengths = list(values), []
         for index, weight in managed.items():
             types[index] = jax.eval_shape(
-                lambda x, how=weight.how: gather(_taken(x, how), how), values[index]
+                lambda x, weight=weight: weight.gathered(weight.taken(x)), values[index]
             )
 
         def flat(values: list[Any]) -> list[Any]:
@@ -110,7 +115,7 @@ class _Program:
 
     def run(self, values: Sequence[Any]) -> regions.Rows:
         """The results, of shards and other leaves."""
-        shards = self._shards(values)
+        shards = {v: w.taken(values[w.index]) for v, w in self.weights.items()}
 
         def visit(number: int, env: dict[Any, Any]) -> dict[Any, Any]:
             piece = self.pieces[number]
@@ -131,7 +136,7 @@ class _Program:
                 active.add(v)
             if v in active:
                 check_reducible(weight.how)
-        shards = self._shards(values)
+        shards = {v: w.taken(values[w.index]) for v, w in self.weights.items()}
         dropped = {v for v, w in self.weights.items() if w.again}
         kept = Kept()
         self.records: dict[int, Record | LoopRecord] = {}
@@ -166,10 +171,6 @@ class _Program:
             needs += [(number, new)] if new else []
         return needs
 
-    def _shards(self, values: Sequence[Any]) -> dict[Any, Any]:
-        """Of each weight what it is gathered from."""
-        return {v: _taken(values[w.index], w.how) for v, w in self.weights.items()}
-
     def _forward(
         self,
         values: Sequence[Any],
@@ -189,11 +190,9 @@ class _Program:
         ahead = Ahead(
             [(n, piece.first) for n, piece in enumerate(self.pieces) if piece.first], self.prefetch
         )
-        self._gather(ahead.start(), shards, env)
-        dropped = [
-            n for n, p in enumerate(self.pieces) if any(self.weights[v].again for v in p.first)
-        ]
-        tail, first = max(dropped, default=-1) + 1, None
+        env.update(self._whole(self._parts(ahead.start(), shards, last=False)))
+        dropped = [any(self.weights[v].again for v in piece.first) for piece in self.pieces]
+        tail, first = len(dropped) - [*reversed(dropped), True].index(True), {}
         for number, piece in enumerate(self.pieces):
             if number in ahead:
                 coming = ahead.after(number)
@@ -201,7 +200,7 @@ class _Program:
                 live = [v for v in piece.inputs if v in made and is_floating(v)]
                 whole = [v for v in piece.first if v in env]
                 first = again() if number == tail else first
-                tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first or {})
+                tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first)
                 env.update(zip((*live, *whole), tied, strict=True))
                 env.update(self._whole(parts))
             new = visit(number, env)
@@ -219,9 +218,6 @@ class _Program:
             results = [floating.get(i, x) for i, x in enumerate(results)]
         left = iter(results)
         return tuple([next(left) for _ in range(length)] for length in self.lengths), first
-
-    def _gather(self, coming: Iterable[Any], shards: Mapping[Any, Any], env: dict) -> None:
-        env.update(self._whole(self._parts(coming, shards, last=False)))
 
     def _parts(
         self, coming: Iterable[Any], shards: Mapping[Any, Any], last: bool
@@ -255,7 +251,6 @@ class _Program:
             record, piece = self.records[number], self.pieces[number]
             given = [sums.pop(v, None) for v in record.outputs]
             if all(x is None for x in given):
-                self._gather_skipped(ahead, number, shards, wholes)
                 continue
             given = [
                 regions.zeros(v.aval) if x is None else x
@@ -266,6 +261,8 @@ class _Program:
                 parts = self._parts(coming, shards, last=True)
                 given, wholes, parts = reductions.fence(given, wholes, parts)
                 wholes.update(reductions.begin(self._whole(parts)))
+            late = [v for v in record.needed if v not in wholes]  # nobody looked so far ahead
+            wholes.update(self._whole(self._parts(late, shards, last=True)))
             if isinstance(record, LoopRecord):
                 gradients = record.backward(kept, shards, wholes, given, reductions)
             else:
@@ -277,20 +274,12 @@ class _Program:
                 if v in sums:
                     reductions.add(v, sums.pop(v))
             if not self.prefetch and number > 0:
-                self._settle(reductions, sums, number)
+                live = [v for v in piece.inputs if v in sums]
+                tied = reductions.settle([sums[v] for v in live])
+                sums.update(zip(live, tied, strict=True))
         for v in [v for v in self.weights if v in sums]:  # of those that are returned as they are
             reductions.add(v, sums.pop(v))
         return self._gradients(sums, reductions.finish())
-
-    def _gather_skipped(self, ahead: Any, number: int, shards: Any, wholes: dict) -> None:
-        if number in ahead:
-            wholes.update(self._whole(self._parts(ahead.after(number), shards, last=True)))
-
-    def _settle(self, reductions: Any, sums: dict[Any, Any], number: int) -> None:
-        """Let the gradients of what was made before wait for this unit's reductions."""
-        live = [v for v in self.pieces[number].inputs if v in sums]
-        tied = reductions.settle([sums[v] for v in live])
-        sums.update(zip(live, tied, strict=True))
 
     def _gradients(self, sums: Mapping[Any, Any], done: Mapping[Any, Any]) -> list[Any]:
         by_index: dict[int, Any] = {}
@@ -305,11 +294,6 @@ class _Program:
             by_index[i] if i in by_index else regions.zeros(kind)
             for i, kind in zip(self.wanted, self.types, strict=True)
         ]
-
-
-def _taken(shard: Any, how: Gathering) -> Any:
-    """What the gathers of both passes take: the shard, or what stays of the weight between them."""
-    return checkpoint_name(gather(shard, how.first), KEPT) if how.once else shard
 
 
 def _add(sums: dict[Any, Any], v: Any, cotangent: Any) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from jfsdp.remat import KEPT
 from jfsdp.unshard import Gathering, gather, reduce, to_reduce
 
 __all__ = ["Ahead", "Weight", "fence"]
@@ -41,6 +43,12 @@ class Weight:
         gathers beside matmuls, not 0.95 (v5e:2x4, jax 0.12.0.1).
         """
         return self.whole_gradient is None
+
+    def taken(self, shard: jax.Array) -> jax.Array:
+        """What the gathers of both passes take: the shard, or what stays of the weight between them."""
+        if not self.how.once:
+            return shard
+        return checkpoint_name(gather(shard, self.how.first), KEPT)
 
     def gathered(self, shard: jax.Array, stacked: bool = False) -> jax.Array:
         """The whole weight; of one that is stacked along its first dimension the layer of this shard."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +45,21 @@ class Model(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.forward(self.blocks, x))
+
+
+class Tied(nnx.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(32, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
 
 
 class Scanned(nnx.Module):
@@ -118,13 +132,12 @@ def in_one_remat(blocks, x):
 
 def in_a_loop(blocks, x):
     """The first block in each iteration of a loop, then the others."""
-    loop = nnx.scan(
-        lambda x, block: (block(x), None),
-        length=2,
-        in_axes=(nnx.Carry, None),
-        out_axes=(nnx.Carry, None),
-    )
-    return one_by_one(list(blocks)[1:], loop(x, blocks[0])[0])
+    graphdef, state = nnx.split(blocks[0])
+
+    def call(x, _):
+        return nnx.merge(graphdef, state)(x), None
+
+    return one_by_one(list(blocks)[1:], jax.lax.scan(call, x, length=2)[0])
 
 
 def compare(make: Callable[[], Any], mesh: Any, x: Any = X, **settings: Any) -> Any:
@@ -342,3 +355,20 @@ def test_a_piece_begins_where_a_new_unit_is_read():
 def test_two_calls_of_one_unit_are_seen():
     jaxpr, groups = program(lambda x, a: x @ called(a, 1) @ called(a, 1), 1)
     assert misused(jaxpr, groups) == {1}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_weights_of_the_root_that_are_gathered_again(prefetch):
+    """The tied embedding is needed at both ends."""
+    tokens = jax.random.randint(jax.random.key(0), (16, 8), 0, 32)
+
+    def loss(model, tokens):
+        return jnp.mean(model(tokens).astype(jnp.float32) ** 2)
+
+    step = nnx.jit(nnx.value_and_grad(loss))
+    settings = dict(units="blocks.*", reshard_after_forward=True, prefetch=prefetch)
+    model = jfsdp.shard(Tied(), make_mesh(replica=2, fsdp=4), **settings)
+    (value, grads), (expected, expected_grads) = step(model, tokens), step(Tied(), tokens)
+    assert_close(value, expected, rtol=1e-6)
+    assert_close(grads, expected_grads, rtol=2e-5, atol=1e-6)
+    jfsdp.inspect(step, model, tokens).check()
