@@ -95,7 +95,7 @@ def make_train_step(microbatches: int) -> Callable[..., jax.Array]:
     """The jitted step. With one microbatch, `nnx.value_and_grad` would do as well."""
     value_and_grad = jfsdp.value_and_grad(loss_fn, microbatches=microbatches)
 
-    @nnx.jit(donate_argnums=(0, 1))  # the new parameters and optimizer state replace the old ones
+    @jfsdp.jit  # the new parameters and optimizer state replace the old ones
     def train_step(model: GPT, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
         loss, grads = value_and_grad(model, windows)
         optimizer.update(model, grads)
@@ -104,7 +104,7 @@ def make_train_step(microbatches: int) -> Callable[..., jax.Array]:
     return train_step
 
 
-@nnx.jit
+@jfsdp.jit(donate=False)
 def validation_step(model: GPT, windows: jax.Array) -> jax.Array:
     return loss_fn(model, windows, deterministic=True)
 

@@ -11,7 +11,7 @@ import importlib
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,16 +30,24 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def function_of(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A program without constants as a function.
+def function_of(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., list[Any]]:
+    """A program as a function.
 
     Args:
-        jaxpr: a jaxpr, closed or not: jax 0.10.2 has two classes, of which only one can be called, 0.12.0.1 one.
+        jaxpr: the program. jax 0.10.2 keeps programs and their constants in two classes, 0.12.0.1 in one.
+        consts: the values of its constants.
     """
     from jax.extend import core
 
-    closed = jaxpr if hasattr(jaxpr, "consts") else vars(core)["ClosedJaxpr"](jaxpr, ())
-    return core.jaxpr_as_fun(closed)
+    def function(*values: Any) -> list[Any]:
+        bare = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        return call(bare)(*consts, *values)
+
+    def call(bare: Any) -> Callable[..., list[Any]]:
+        closed = bare if hasattr(bare, "consts") else vars(core)["ClosedJaxpr"](bare, ())
+        return core.jaxpr_as_fun(closed)
+
+    return function if jaxpr.constvars else call(jaxpr)
 
 
 def let_gpus_be_absent() -> None:

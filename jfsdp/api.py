@@ -102,9 +102,10 @@ def shard(
         stacked_axis: NNX only: the layer axis of parameters that `nnx.vmap` stacked and `nnx.scan` runs
             over; it is never sharded, so that each layer is gathered inside the loop.
         prefetch: how many units ahead of the one that runs weights are gathered, in the forward and in the
-            backward, as the outermost unit says. 1: while a unit runs, the next one's weights are gathered and
-            the last one's gradients reduced, and no others. 0: a unit waits for its own; least memory, no
-            overlap. Layers of a scan look ahead by one at most.
+            backward, as the outermost unit says. 1: while a unit runs, the next one's weights are gathered
+            and the last one's gradients reduced, and no others. 0: a unit waits for its own; least memory, no
+            overlap. Layers of a scan look ahead by one at most. A unit that is called twice, in a loop, or
+            with another one in one remat, gathers for itself; so do weights tied between units.
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.
         partitioning: "manual": jfsdp places every collective by name. "auto": sharding constraints in

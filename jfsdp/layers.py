@@ -41,7 +41,7 @@ class Derivative:
             active: for each whether it is differentiated.
             dropped: for each weight whether the backward pass gathers it again.
         """
-        consts, carry, self.weights, xs = given
+        consts, carry, self.weights, xs = self._types = given
         self.active = active
         self.outputs = [[is_inexact(x) for x in kind] for kind in jax.eval_shape(layer, *given)]
 
@@ -77,8 +77,16 @@ class Derivative:
         """The gradients of the active constants, carry, weights and other operands."""
         flat = [x for part in _split(given, self.active) for x in part]
         needed = [x for x, is_one in zip(flat, self._pullback.needed, strict=True) if is_one]
-        gradients = iter(self._pullback.backward(kept, needed, cotangents))
-        return [[next(gradients) for is_one in kind if is_one] for kind in self.active]
+        flat = self._pullback.backward(kept, needed, cotangents)
+        types = chosen(
+            [x for kind in self._types for x in kind], [x for k in self.active for x in k]
+        )
+        gradients = iter(zip(flat, types, strict=True))
+        return [[_or_zeros(*next(gradients)) for is_one in kind if is_one] for kind in self.active]
+
+
+def _or_zeros(gradient: Any, kind: Any) -> Any:
+    return jnp.zeros(kind.shape, kind.dtype) if gradient is None else gradient
 
 
 def _split(kinds: Sequence[Any], flags: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -45,7 +45,7 @@ class Pullback:
     def backward(
         self, kept: Sequence[Any], needed: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """The gradients of the first arguments.
+        """The gradients of the first arguments; None for what the results do not depend on.
 
         Args:
             kept: what `forward` gave.
@@ -54,8 +54,18 @@ class Pullback:
         """
         again, others = iter(self._made_again(needed)), iter(kept)
         leaves = [next(again) if is_again else next(others) for is_again in self._again]
-        (gradients,) = jax.tree.unflatten(self._treedef, leaves)(list(cotangents))
-        return gradients
+
+        def transposed(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
+            return jax.tree.unflatten(self._treedef, leaves)(cotangents)[0]
+
+        closed = jax.make_jaxpr(transposed)(leaves, list(cotangents))
+        gradients = jex.jaxpr_as_fun(closed)(*leaves, *cotangents)
+        reached = set(closed.jaxpr.invars[len(leaves) :])
+        for equation in closed.jaxpr.eqns:
+            if reached.intersection(variables(equation.invars)):
+                reached.update(equation.outvars)
+        both = zip(gradients, closed.jaxpr.outvars, strict=True)
+        return [x if is_variable(v) and v in reached else None for x, v in both]
 
 
 def differentiable(

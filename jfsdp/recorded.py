@@ -47,10 +47,11 @@ class Record:
     def backward(
         self, kept: Sequence[Any], wholes: Mapping[Any, Any], cotangents: list[Any]
     ) -> dict[Any, Any]:
-        """The gradients of `wanted`."""
+        """The gradients of `wanted`, but of those that are zero."""
         needed = [wholes[v] for v in self.needed]
         gradients = self.pullback.backward([kept[i] for i in self.kept], needed, cotangents)
-        return dict(zip(self.wanted, gradients, strict=True))
+        both = zip(self.wanted, gradients, strict=True)
+        return {v: x for v, x in both if x is not None}
 
 
 def record(

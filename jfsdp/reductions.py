@@ -67,7 +67,8 @@ class Reductions:
         return tree
 
     def finish(self) -> dict[Any, Any]:
-        """All of them, reduced, by the variables of their weights."""
+        """All of them, reduced, by the variables of their weights; the last one's after those before."""
+        self._whole, self._running = fence(self._whole, self._running)
         self._land()
         self._start()
         self._land()

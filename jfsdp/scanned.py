@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jfsdp._compat import function_of, scan_counts
 from jfsdp.layers import Derivative, at, chosen, is_inexact, put, shards_at, values_of, zeros
+from jfsdp.opened import opened
 from jfsdp.pieces import Piece
 from jfsdp.pullback import is_variable
 from jfsdp.reductions import Reductions
@@ -44,7 +45,10 @@ class Loop:
         equation = piece.loop
         params = equation.params
         first, second = scan_counts(params)
-        self._body = function_of(params["jaxpr"])
+        whole = [is_variable(x) and x in weights for x in equation.invars[first + second :]]
+        jaxpr, consts = params["jaxpr"], getattr(params["jaxpr"], "consts", ())
+        body = opened(getattr(jaxpr, "jaxpr", jaxpr), consts, [False] * (first + second) + whole)
+        self._body = function_of(*body)
         self._unroll = params["unroll"]
         self._xs = equation.invars[first + second :]
         # NNX hands all weights back, whole, layer by layer: what nobody reads is not stacked.
@@ -79,13 +83,8 @@ class Loop:
             return self.run(env, shards), None
         consts, carry = values_of(env, self.consts), values_of(env, self.carry)
         others = values_of(env, self.others)
-        whole = jax.eval_shape(
-            lambda stacks: [
-                weight.gathered(x, stacked=True)
-                for weight, x in zip(self.weights, shards_at(stacks, 0), strict=True)
-            ],
-            [shards[v] for v in self.layers],
-        )
+        parts = at([shards[v] for v in self.layers], 0)
+        whole = [w.whole_type(x, stacked=True) for w, x in zip(self.weights, parts, strict=True)]
         derivative = Derivative(
             self.layer,
             (consts, carry, whole, at(others, 0)),
@@ -122,28 +121,30 @@ class Loop:
         others = values_of(env, self.others)
 
         def step(state: Any, number: Any, is_last: bool = False) -> tuple[Any, list[Any]]:
-            carry, wholes = state
+            carry, wholes, made = state
             parts = [] if is_last else shards_at(stacks, number + self.ahead)
             if is_last or not self.ahead:
                 carry, wholes, parts = fence(carry, wholes, parts)
-            coming = [
-                w.gathered(x, stacked=True) for w, x in zip(self.weights, parts, strict=False)
-            ]
+            both = zip(self.weights, parts, strict=False)
+            coming = [w.gathered(x, stacked=True) for w, x in both]
             carry, given = layer(carry, wholes if self.ahead else coming, at(others, number))
-            return (carry, coming if self.ahead else []), given
+            if not self.ahead:
+                return (carry, [], []), given
+            return (carry, coming, put(made, given, number)), []
 
         carry = values_of(env, self.carry)
         if not self.ahead:
-            (carry, _), stacked = self.scan(step, (carry, []), range(self.length))
-            return [*carry, *stacked]
-        last = self.length - 1
-        state, stacked = self.scan(step, (carry, [env[v] for v in self.layers]), range(last))
-        (carry, _), given = step(state, last, is_last=True)
-        stacked = stacked if last else [x[:0] for x in (y[None] for y in given)]
-        return [
-            *carry,
-            *(jnp.concatenate([x, y[None]]) for x, y in zip(stacked, given, strict=True)),
-        ]
+            (carry, _, _), made = self.scan(step, (carry, [], []), range(self.length))
+            return [*carry, *made]
+        wholes, last = [env[v] for v in self.layers], self.length - 1
+        kinds = jax.make_jaxpr(lambda *first: layer(*first)[1])(
+            carry, wholes, at(others, 0)
+        ).out_avals
+        # Filled in place: what the loop and the last layer give is not joined, which would copy it.
+        made = [zeros((self.length, *x.shape), x) for x in kinds]
+        state, _ = self.scan(step, (carry, wholes, made), range(last))
+        (carry, _, made), _ = step(state, last, is_last=True)
+        return [*carry, *made]
 
     def scan(self, step: Any, state: Any, numbers: range) -> tuple[Any, list[Any]]:
         """Carry `state` through `step` over these layers."""

@@ -9,11 +9,11 @@ through one `optimization_barrier` between two pieces (`fence`):
 - backward: the cotangents, the weights again, the shards of the unit before, the whole gradients of the last
   unit, to be reduced beside the next one's, and those of the one before, reduced by then.
 
-Every one of them is necessary (8 x H100, jax 0.12.0.1, a GPT of 6 to 16 blocks of width 512, remat): without the
-whole weights XLA gathers two units at once, beside nothing; without whole or reduced gradients it merges the
-reductions of all units at the end of the backward, until when their whole gradients are alive (16 blocks:
-250 MB of temporaries, not 83). Thresholds for its combiners, as compiler options, help neither in place of the
-barriers nor beside them.
+Every one of them is necessary (8 x H100, jax 0.12.0.1, a GPT of 6 to 16 blocks of width 512, remat): without
+the whole weights XLA gathers two units at once, beside nothing; without whole or reduced gradients it merges
+the reductions of all units at the end of the backward, until when their whole gradients are alive (16
+blocks: 250 MB of temporaries, not 83). Thresholds for its combiners, as compiler options, help neither in
+place of the barriers nor beside them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import jax
 
 from jfsdp import region as regions
 from jfsdp.layers import is_inexact, values_of
+from jfsdp.opened import opened
 from jfsdp.pieces import cut, is_floating, layers_of, misused
 from jfsdp.pullback import is_variable
 from jfsdp.recorded import Kept, Record, record
@@ -92,9 +93,7 @@ class _Program:
         """Trace the forward with the managed weights whole; the groups with which that cannot be done."""
         types, lengths = list(values), []
         for index, weight in managed.items():
-            types[index] = jax.eval_shape(
-                lambda x, weight=weight: weight.gathered(weight.taken(x)), values[index]
-            )
+            types[index] = weight.whole_type(values[index])
 
         def flat(values: list[Any]) -> list[Any]:
             rows = body(values, {index: w.group for index, w in managed.items()})
@@ -102,7 +101,9 @@ class _Program:
             return [x for row in rows for x in row]
 
         closed = jax.make_jaxpr(flat)(types)
-        self.jaxpr, self.consts, self.lengths = closed.jaxpr, closed.consts, tuple(lengths)
+        whole = [index in managed for index in range(len(types))]
+        self.jaxpr, self.consts = opened(closed.jaxpr, closed.consts, whole)
+        self.lengths = tuple(lengths)
         invars = enumerate(self.jaxpr.invars)
         self.weights = {v: managed[i] for i, v in invars if i in managed}
         wrong = misused(self.jaxpr, {v: w.group for v, w in self.weights.items()})
@@ -158,7 +159,10 @@ class _Program:
 
         rows, first = self._forward(values, shards, visit, again)
         self.first = {v: kept.add(x) for v, x in first.items()}
-        self.kept_shards = {v: kept.add(shards[v]) for _, needed in self._needs() for v in needed}
+        needed = [v for _, new in self._needs() for v in new]
+        self.kept_shards = {
+            v: kept.add(shards[v]) for v in needed if v not in first or v in self.stacked
+        }
         return rows, kept.arrays
 
     def _needs(self) -> list[tuple[int, list[Any]]]:

@@ -312,7 +312,7 @@ class Identity(jfsdp.AllGather):
 
 def test_wrong_gather_is_named_by_the_parameter_s_path():
     text = refused(ValueError, lambda: sharded(all_gather=Identity())(X))
-    assert text.startswith("first.bias: Identity must return an array of shape (16,)")
+    assert text.startswith("first.kernel: Identity must return an array of shape (16, 8)")
 
 
 def test_model_works_after_a_call_that_was_refused():

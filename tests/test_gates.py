@@ -170,7 +170,7 @@ def executed(report: Report, kind: str, phase: str) -> Counter[str]:
 
 def test_gate_5_a_scanned_stack_has_as_many_collectives_in_its_program_at_any_depth():
     shallow, deep = (
-        report_of(Setup("v5e:2x4", False, True, layers), compile=False) for layers in (2, 5)
+        report_of(Setup("v5e:2x4", False, True, layers), compile=False) for layers in (3, 6)
     )
     assert len(shallow.collectives) == len(deep.collectives)
 

@@ -68,7 +68,8 @@ def gradients_of_both(model: nnx.Module, x: jax.Array) -> Any:
 @functools.cache
 def temporaries(reshard: Any) -> int:
     """Bytes of a step of a scanned stack, per device, beside its arguments and results."""
-    settings = {"dp_mesh_dims": DIMS, "reshard_after_forward": reshard}
+    # What looks ahead has another layer alive, but where it keeps parts of them.
+    settings = {"dp_mesh_dims": DIMS, "reshard_after_forward": reshard, "prefetch": 0}
     model, mesh = Scanned(8, 256), make_mesh(outer=2, inner=4)
     jfsdp.shard(model.layers, mesh, stacked_axis=0, **settings)
     model = jfsdp.shard(model, mesh, **settings)
