@@ -104,7 +104,8 @@ def shard(
         prefetch: how many units ahead of the one that runs weights are gathered, in the forward and in the
             backward, as the outermost unit says. 1: while a unit runs, the next one's weights are gathered
             and the last one's gradients reduced, and no others. 0: a unit waits for its own; least memory, no
-            overlap. Layers of a scan look ahead by one at most. A unit that is called twice, in a loop, or
+            overlap. Layers of a scan look ahead by one at most. On TPUs XLA looks ahead by itself, but for
+            those, and is left alone, unless it is 0. A unit that is called twice, in a loop, or
             with another one in one remat, gathers for itself; so do weights tied between units.
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.

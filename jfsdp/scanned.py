@@ -137,9 +137,8 @@ class Loop:
             (carry, _, _), made = self.scan(step, (carry, [], []), range(self.length))
             return [*carry, *made]
         wholes, last = [env[v] for v in self.layers], self.length - 1
-        kinds = jax.make_jaxpr(lambda *first: layer(*first)[1])(
-            carry, wholes, at(others, 0)
-        ).out_avals
+        first = jax.make_jaxpr(lambda *state: layer(*state)[1])(carry, wholes, at(others, 0))
+        kinds: list[Any] = list(first.out_avals)
         # Filled in place: what the loop and the last layer give is not joined, which would copy it.
         made = [zeros((self.length, *x.shape), x) for x in kinds]
         state, _ = self.scan(step, (carry, wholes, made), range(last))

@@ -39,8 +39,8 @@ class Weight:
     def waits(self) -> bool:
         """Whether its gradient waits for the next unit's to begin before it is reduced.
 
-        On TPUs it is reduced at once. No reduction overlaps there, and one that waits is an array more (v5e:2x4,
-        6 layers of 4096x4096, jax 0.12.0.1: 100 MiB of temporaries for 68).
+        On TPUs it is reduced at once. No reduction overlaps there, and one that waits is an array more
+        (v5e:2x4, 6 layers of 4096x4096, jax 0.12.0.1: 100 MiB of temporaries for 68).
         """
         return self.whole_gradient is None and not self.how.staged
 

@@ -279,7 +279,7 @@ def test_memory_of_a_scan_grows_by_what_layers_save_and_by_their_gradients_shard
     assert more == pytest.approx(4 * (SAVED + 4 * UNIT // sizes[1]), abs=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "units"), [("remat", 3), ("linen", 3), ("scan", 5)])
+@pytest.mark.parametrize(("kind", "units"), [("remat", 5), ("linen", 5), ("scan", 5)])
 def test_looking_ahead_takes_a_unit_of_weights_and_of_gradients(kind, units):
     """Gradients in float32, as they are reduced; a loop has those that it carries twice."""
     ahead, alone = (report_of(kind, 8, prefetch=n).memory for n in (1, 0))
