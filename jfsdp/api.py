@@ -79,8 +79,8 @@ def shard(
             whole unit until the backward is through). None: True for every unit but the outermost. The
             name of a shard axis, or a tuple of names: the weights stay sharded over these only, I parts, and
             the backward gathers over these only, such as within a host (ZeRO++ hpZ). An int is I, the size of
-            the last shard axes together; all of them is True, 1 is False. With your own remat round the unit
-            it holds if that keeps what stays, as `jax.checkpoint(..., policy=
+            the last shard axes together; all of them is True, 1 is False. With your own remat round a
+            layer of a scan it holds if that keeps what stays, as `jax.checkpoint(..., policy=
             jax.checkpoint_policies.save_only_these_names("jfsdp_kept"))` does.
         shard_placement_fn: `f(path, param)` returns the dimension to shard, or None for the rule: the
             largest dimension that divides, ties to the first, never the stacked one; of 2**18 elements or
@@ -104,8 +104,7 @@ def shard(
         prefetch: how many units ahead of the one that runs weights are gathered, in the forward and in the
             backward, as the outermost unit says. 1: while a unit runs, the next one's weights are gathered
             and the last one's gradients reduced, and no others. 0: a unit waits for its own; least memory, no
-            overlap. Layers of a scan look ahead by one at most. On TPUs XLA looks ahead by itself, but for
-            those, and is left alone, unless it is 0. A unit that is called twice, in a loop, or
+            overlap. Layers of a scan look ahead by one at most. A unit that is called twice, in a loop, or
             with another one in one remat, gathers for itself; so do weights tied between units.
         all_gather: your own collective for every sharded leaf, in place of XLA's.
         reduce_scatter: likewise for the gradients.

@@ -45,8 +45,6 @@ class Reductions:
 
     def fence(self, *trees: Any) -> tuple[Any, ...]:
         """`trees`, once all that runs is done. What is complete is reduced after the next `begin`."""
-        if not any(self._weights[v].waits for v, _ in self._running):
-            self._land()
         *tied, self._whole, self._running = fence(*trees, self._whole, self._running)
         self._land()
         return tuple(tied)

@@ -75,12 +75,7 @@ class _Program:
     def __init__(
         self, body: Scheduled, values: Sequence[Any], weights: Sequence[Weight], prefetch: int
     ):
-        # XLA for TPUs overlaps the parts of one unit's gathers with the matmuls of the unit, and keeps memory
-        # flat, if it is left alone (v5e:2x4, jax 0.12.0.1, 4 blocks: 0.81 of the gathers beside matmuls, for
-        # 0.63 behind barriers, with 2.69 million cycles for 2.96). What it needs is a reason to gather again.
-        self.alone = prefetch > 0 and any(w.how.staged for w in weights)
-        self.prefetch = 0 if self.alone else prefetch
-        self.looking_ahead = prefetch > 0
+        self.prefetch = prefetch
         managed = {w.index: w for w in weights}
         while wrong := self._trace(body, values, managed):
             managed = {i: w for i, w in managed.items() if w.group not in wrong}
@@ -209,9 +204,8 @@ class _Program:
                 live = [v for v in piece.inputs if v in made and is_floating(v)]
                 whole = [v for v in piece.first if v in env]
                 first = again() if number == tail else first
-                if not self.alone:
-                    tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first)
-                    env.update(zip((*live, *whole), tied, strict=True))
+                tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first)
+                env.update(zip((*live, *whole), tied, strict=True))
                 env.update(self._whole(parts))
             new = visit(number, env)
             made.update(new)
@@ -238,7 +232,7 @@ class _Program:
             if v in self.stacked
             else shards[v]
             for v in coming
-            if v not in self.stacked or self.looking_ahead
+            if v not in self.stacked or self.prefetch
         }
 
     def _whole(self, parts: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -283,7 +277,7 @@ class _Program:
                 wholes.pop(v, None)
                 if v in sums:
                     reductions.add(v, sums.pop(v))
-            if not self.prefetch and not self.alone and number > 0:
+            if not self.prefetch and number > 0:
                 live = [v for v in piece.inputs if v in sums]
                 tied = reductions.settle([sums[v] for v in live])
                 sums.update(zip(live, tied, strict=True))
