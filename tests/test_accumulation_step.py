@@ -114,8 +114,11 @@ def test_check_refuses_replicas_summed_in_every_microbatch():
 
 
 def test_last_keeps_whole_gradients_where_every_keeps_shards():
-    """12 layers of 128x128, to 5 %: the shards of "every" are added up where the results are."""
-    model = jfsdp.shard(linears(12, 128), make_mesh(S=8), units=nnx.Linear)
+    """12 layers of 128x128, to 5 %: the shards of "every" are added up where the results are.
+
+    Without looking ahead, as "every" then has a layer's whole gradient on its way.
+    """
+    model = jfsdp.shard(linears(12, 128), make_mesh(S=8), units=nnx.Linear, prefetch=0)
     x = batch_on(make_mesh(S=8), rows(64, 128))
     temporaries = {}
     for sync in ("every", "last"):
