@@ -310,8 +310,10 @@ def test_all_reductions_but_the_last_overlap(kind):
 
 @pytest.mark.parametrize("kind", ["remat", "linen"])
 @pytest.mark.parametrize("collective", ["reduce-scatter", "all-reduce"])
-def test_all_reductions_over_both_axes_but_the_last_overlap(kind, collective):
-    assert share(report_of(kind, 4, sizes=R2S4), collective, "backward") >= all_but_one(4)
+def test_reductions_over_both_axes_overlap_but_for_the_last_two(kind, collective):
+    """Each waits for its scatter and its sum, so that one more is left when the last block is through."""
+    found = share(report_of(kind, 4, sizes=R2S4), collective, "backward")
+    assert found >= 2 * WHOLE / (4 * WHOLE + ROOT) - 0.005
 
 
 @pytest.mark.parametrize("kind", ["remat", "linen", "scan"])
