@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jfsdp.pullback import differentiable, is_variable
-from jfsdp.varying import varying_axes, varying_over
+from jfsdp.pullback import differentiable, is_floating, is_variable
 
-__all__ = ["Derivative", "at", "chosen", "is_inexact", "put", "shards_at", "values_of", "zeros"]
+__all__ = ["Derivative", "at", "chosen", "join", "put", "shards_at", "values_of"]
 
 
 class Derivative:
@@ -43,10 +42,10 @@ class Derivative:
         """
         consts, carry, self.weights, xs = self._types = given
         self.active = active
-        self.outputs = [[is_inexact(x) for x in kind] for kind in jax.eval_shape(layer, *given)]
+        self.outputs = [[is_floating(x) for x in kind] for kind in jax.eval_shape(layer, *given)]
 
         def function(arguments: list[Any], rest: list[Any]) -> tuple[list[Any], list[Any]]:
-            return _split(layer(*_join(arguments, rest, active)), self.outputs)
+            return _split(layer(*join(arguments, rest, active)), self.outputs)
 
         nothing = [[False] * len(x) for x in (consts, carry, self.weights)]
         again = [[True] * len(consts), nothing[1], dropped, [False] * len(xs)]
@@ -60,7 +59,7 @@ class Derivative:
             [x for part in _split(present, active) for x in part],
         )
         flags, count = self._pullback.needed, len(arguments)
-        self.needed = _join(flags[:count], flags[count:], active)[2]
+        self.needed = join(flags[:count], flags[count:], active)[2]
 
     def forward(
         self, consts: list[Any], carry: list[Any], wholes: list[Any], xs: list[Any]
@@ -68,7 +67,7 @@ class Derivative:
         """One layer: the carry; what is stacked, and after it what is kept."""
         split = _split((consts, carry, wholes, xs), self.active)
         results, others, kept = self._pullback.forward(*split)
-        carry, stacked = _join(results, others, self.outputs)
+        carry, stacked = join(results, others, self.outputs)
         return carry, [*stacked, *kept]
 
     def backward(
@@ -95,7 +94,8 @@ def _split(kinds: Sequence[Any], flags: Sequence[Any]) -> tuple[list[Any], list[
     return chosen(flat, first), chosen(flat, [not x for x in first])
 
 
-def _join(first: Sequence[Any], second: Sequence[Any], flags: Sequence[Any]) -> list[list[Any]]:
+def join(first: Sequence[Any], second: Sequence[Any], flags: Sequence[Any]) -> list[list[Any]]:
+    """Lists of what is flagged, from the first, and of what is not, from the second."""
     ones, others = iter(first), iter(second)
     return [[next(ones) if x else next(others) for x in kind] for kind in flags]
 
@@ -103,11 +103,6 @@ def _join(first: Sequence[Any], second: Sequence[Any], flags: Sequence[Any]) -> 
 def chosen(values: Any, flags: Any) -> list[Any]:
     """The values that are flagged."""
     return [x for x, is_one in zip(values, flags, strict=True) if is_one]
-
-
-def is_inexact(value: Any) -> bool:
-    """Whether an array or type is of real or complex floats."""
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def values_of(env: Mapping[Any, Any], atoms: Sequence[Any]) -> list[Any]:
@@ -135,8 +130,3 @@ def put(stacks: Sequence[Any], values: Sequence[Any], number: Any) -> list[Any]:
         jax.lax.dynamic_update_index_in_dim(x, value, number, 0)
         for x, value in zip(stacks, values, strict=True)
     ]
-
-
-def zeros(shape: Sequence[int], kind: Any) -> jax.Array:
-    """Zeros of a dtype, which differ among devices as arrays of that type do."""
-    return varying_over(jnp.zeros(shape, kind.dtype), varying_axes(kind))

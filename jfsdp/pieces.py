@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jfsdp._compat import scan_counts
-from jfsdp.pullback import run_equations, variables
+from jfsdp.pullback import is_floating, run_equations, variables
 
-__all__ = ["OUTERMOST", "Piece", "cut", "is_floating", "layers_of", "misused", "used_name"]
+__all__ = ["OUTERMOST", "Piece", "cut", "layers_of", "misused", "used_name"]
 
 
 OUTERMOST = 0
@@ -61,7 +60,7 @@ class Piece:
         found = set(active)
         for equation in self.equations:
             if found.intersection(variables(equation.invars)):
-                found.update(v for v in equation.outvars if is_floating(v))
+                found.update(v for v in equation.outvars if is_floating(v.aval))
         return [v for v in self.outputs if v in found]
 
 
@@ -156,8 +155,3 @@ def _names(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, 
         inside = (*path, primitive) if primitive in ("scan", "while", "cond") else path
         for inner in jex.jaxprs_in_params(equation.params):
             yield from _names(inner, inside)
-
-
-def is_floating(variable: Any) -> bool:
-    """Whether a variable is of real or complex floats."""
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)

@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jfsdp._compat import function_of
 
-__all__ = ["Pullback", "differentiable", "is_variable", "run_equations", "variables"]
+__all__ = [
+    "Pullback",
+    "add",
+    "differentiable",
+    "is_floating",
+    "is_variable",
+    "run_equations",
+    "variables",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,3 +162,13 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def is_variable(atom: Any) -> bool:
     """Whether an operand is no literal."""
     return isinstance(atom, jex.Var)
+
+
+def is_floating(value: Any) -> bool:
+    """Whether an array or type is of real or complex floats."""
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def add(sums: dict[Any, Any], variable: Any, cotangent: Any) -> None:
+    """Add a cotangent of a variable to what is known of it."""
+    sums[variable] = sums[variable] + cotangent if variable in sums else cotangent

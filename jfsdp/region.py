@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
@@ -27,8 +26,9 @@ from jfsdp.borders import Row
 from jfsdp.explicit import enter, mesh_at_hand
 from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh
+from jfsdp.pullback import is_floating
 from jfsdp.remat import keep_recomputed_gathers
-from jfsdp.varying import varying_axes, varying_over
+from jfsdp.varying import zeros
 
 __all__ = [
     "Region",
@@ -37,7 +37,6 @@ __all__ = [
     "call_here",
     "differentiated_inside",
     "in_per_device_view",
-    "zeros",
 ]
 
 Rows = tuple[list[Any], ...]
@@ -228,7 +227,7 @@ def differentiated_inside(
     def forward(*primals: Any) -> tuple[Rows, Any]:
         values = [primal.value for primal in primals]
         # Symbolic zeros tell which leaves are differentiated: a frozen one costs no reduction.
-        wanted = [i for i, p in enumerate(primals) if p.perturbed and _is_floating(p.value)]
+        wanted = [i for i, p in enumerate(primals) if p.perturbed and is_floating(p.value)]
         patterns.add(tuple(wanted))
         if len(patterns) > 1:
             _traced_once_for_several.set(True)
@@ -280,8 +279,8 @@ class Tape:
         def function(wanted: list[jax.Array]) -> tuple[Rows, Rows]:
             merged = dict(zip(self.wanted, wanted, strict=True))
             rows = body([merged.get(index, value) for index, value in enumerate(values)])
-            floating = tuple([x if _is_floating(x) else None for x in row] for row in rows)
-            return floating, tuple([None if _is_floating(x) else x for x in row] for row in rows)
+            floating = tuple([x if is_floating(x) else None for x in row] for row in rows)
+            return floating, tuple([None if is_floating(x) else x for x in row] for row in rows)
 
         wanted = [values[index] for index in self.wanted]
         floating, pullback, others = jax.vjp(function, wanted, has_aux=True)
@@ -321,15 +320,6 @@ def _replaying() -> Iterator[None]:
             "say. JAX traces it once, and takes the residuals of all to be those of one. Make it anew "
             "for each, in the loop: nnx.remat(forward)(block, x)."
         ) from error
-
-
-def zeros(kind: Any) -> jax.Array:
-    """Zeros of an array's type, as a cotangent that is not known."""
-    return varying_over(jnp.zeros(kind.shape, kind.dtype), varying_axes(kind))
-
-
-def _is_floating(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _is_cotangent(value: Any) -> bool:

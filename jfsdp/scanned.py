@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp._compat import function_of, scan_counts
-from jfsdp.layers import Derivative, at, chosen, is_inexact, put, shards_at, values_of, zeros
+from jfsdp.layers import Derivative, at, chosen, join, put, shards_at, values_of
 from jfsdp.opened import opened
 from jfsdp.pieces import Piece
-from jfsdp.pullback import is_variable
+from jfsdp.pullback import add, is_floating, is_variable
 from jfsdp.reductions import Reductions
+from jfsdp.varying import zeros
 from jfsdp.weights import Weight, fence
 
 __all__ = ["Loop", "LoopRecord"]
@@ -45,23 +46,24 @@ class Loop:
         equation = piece.loop
         params = equation.params
         first, second = scan_counts(params)
-        whole = [is_variable(x) and x in weights for x in equation.invars[first + second :]]
+        self._xs = equation.invars[first + second :]
+        self._is_layer = [is_variable(x) and x in weights for x in self._xs]
         jaxpr, consts = params["jaxpr"], getattr(params["jaxpr"], "consts", ())
-        body = opened(getattr(jaxpr, "jaxpr", jaxpr), consts, [False] * (first + second) + whole)
+        body = opened(
+            getattr(jaxpr, "jaxpr", jaxpr), consts, [False] * (first + second) + self._is_layer
+        )
         self._body = function_of(*body)
         self._unroll = params["unroll"]
-        self._xs = equation.invars[first + second :]
         # NNX hands all weights back, whole, layer by layer: what nobody reads is not stacked.
         self._read = [v in piece.outputs for v in equation.outvars[second:]]
-        stacked = zip(equation.outvars[second:], self._read, strict=True)
         self.length: int = params["length"]
         self.ahead = min(prefetch, 1)
         self.consts = equation.invars[:first]
         self.carry = equation.invars[first : first + second]
-        self.layers = [x for x in self._xs if is_variable(x) and x in weights]
+        self.layers = chosen(self._xs, self._is_layer)
         self.weights = [weights[v] for v in self.layers]
-        self.others = [x for x in self._xs if not (is_variable(x) and x in weights)]
-        self.outputs = [*equation.outvars[:second], *(v for v, is_read in stacked if is_read)]
+        self.others = chosen(self._xs, [not x for x in self._is_layer])
+        self.outputs = [*equation.outvars[:second], *chosen(equation.outvars[second:], self._read)]
 
     def run(self, env: Mapping[Any, Any], shards: Mapping[Any, Any]) -> dict[Any, Any]:
         """The outputs, when nothing is differentiated."""
@@ -91,7 +93,7 @@ class Loop:
             (
                 [is_variable(x) and x in active for x in self.consts],
                 # If anything has a gradient: what it depends on shows only after several iterations.
-                [is_inexact(x) for x in carry],
+                [is_floating(x) for x in carry],
                 [v in active for v in self.layers],
                 [is_variable(x) and x in active for x in self.others],
             ),
@@ -107,13 +109,9 @@ class Loop:
         self, consts: list[Any], carry: list[Any], wholes: list[Any], xs: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One layer: the carry, and what is stacked."""
-        own, others = iter(wholes), iter(xs)
-        given = [
-            next(own) if is_variable(x) and x in self.layers else next(others) for x in self._xs
-        ]
+        (given,) = join(wholes, xs, [self._is_layer])
         results = self._body(*consts, *carry, *given)
-        stacked = zip(results[len(carry) :], self._read, strict=True)
-        return results[: len(carry)], [x for x, is_read in stacked if is_read]
+        return results[: len(carry)], chosen(results[len(carry) :], self._read)
 
     def forward(self, env: Mapping[Any, Any], shards: Mapping[Any, Any], layer: Layer) -> list[Any]:
         """Run all layers: the last carry, and what each gives, stacked."""
@@ -140,7 +138,7 @@ class Loop:
         first = jax.make_jaxpr(lambda *state: layer(*state)[1])(carry, wholes, at(others, 0))
         kinds: list[Any] = list(first.out_avals)
         # Filled in place: what the loop and the last layer give is not joined, which would copy it.
-        made = [zeros((self.length, *x.shape), x) for x in kinds]
+        made = [zeros(x, self.length) for x in kinds]
         state, _ = self.scan(step, (carry, wholes, made), range(last))
         (carry, _, made), _ = step(state, last, is_last=True)
         return [*carry, *made]
@@ -238,14 +236,14 @@ class LoopRecord:
             return (carried, sums, put(done, own, number), put(rests, rest, number)), None
 
         def start(kinds: Sequence[Any]) -> list[Any]:
-            return [zeros((loop.length, *x.shape), x) for x in kinds]
+            return [zeros(x, loop.length) for x in kinds]
 
         results = jax.make_jaxpr(
             lambda xs: [w.reduced(x, stacked=True) for w, x in zip(weights, xs, strict=True)]
         )(chosen(self.derivative.weights, active[2])).out_avals
         done = start(results)
         rests = start([jax.typeof(x) for x in at(chosen(others, active[3]), 0)])
-        sums = [zeros(x.shape, jax.typeof(x)) for x in chosen(consts, active[0])]
+        sums = [zeros(jax.typeof(x)) for x in chosen(consts, active[0])]
         carried, last = list(cotangents[:count]), loop.length - 1
         if not loop.ahead:
             state = (carried, sums, done, rests)
@@ -278,5 +276,5 @@ class LoopRecord:
         ):
             for x, gradient in zip(chosen(atoms, flags), values, strict=True):
                 if is_variable(x):
-                    gradients[x] = gradients[x] + gradient if x in gradients else gradient
+                    add(gradients, x, gradient)
         return gradients

@@ -24,14 +24,15 @@ from typing import Any
 import jax
 
 from jfsdp import region as regions
-from jfsdp.layers import is_inexact, values_of
+from jfsdp.layers import values_of
 from jfsdp.opened import opened
-from jfsdp.pieces import cut, is_floating, layers_of, misused
-from jfsdp.pullback import is_variable
+from jfsdp.pieces import cut, layers_of, misused
+from jfsdp.pullback import add, is_floating, is_variable
 from jfsdp.recorded import Kept, Record, record
 from jfsdp.reductions import Reductions
 from jfsdp.scanned import Loop, LoopRecord
 from jfsdp.unshard import check_reducible
+from jfsdp.varying import zeros
 from jfsdp.weights import Ahead, Weight, fence
 
 __all__ = ["Scheduled", "call_scheduled"]
@@ -201,7 +202,7 @@ class _Program:
             if number in ahead:
                 coming = ahead.after(number)
                 parts = self._parts(coming, shards, last=False)
-                live = [v for v in piece.inputs if v in made and is_floating(v)]
+                live = [v for v in piece.inputs if v in made and is_floating(v.aval)]
                 whole = [v for v in piece.first if v in env]
                 first = again() if number == tail else first
                 tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first)
@@ -217,7 +218,7 @@ class _Program:
                 env[v] = self.weights[v].gathered(shards[v])
         results = values_of(env, self.jaxpr.outvars)
         if not first:
-            floating = {i: x for i, x in enumerate(results) if is_inexact(x)}
+            floating = {i: x for i, x in enumerate(results) if is_floating(x)}
             floating, first = fence(floating, again())
             results = [floating.get(i, x) for i, x in enumerate(results)]
         left = iter(results)
@@ -246,7 +247,7 @@ class _Program:
         sums: dict[Any, Any] = {}
         for v, cotangent in zip(self.jaxpr.outvars, cotangents, strict=True):
             if cotangent is not None:
-                _add(sums, v, cotangent)
+                add(sums, v, cotangent)
         shards = {v: kept[place] for v, place in self.kept_shards.items()}
         ahead = Ahead(self._needs(), self.prefetch)
         wholes = self._whole({v: kept[place] for v, place in self.first.items()})
@@ -257,7 +258,7 @@ class _Program:
             if all(x is None for x in given):
                 continue
             given = [
-                regions.zeros(v.aval) if x is None else x
+                zeros(v.aval) if x is None else x
                 for v, x in zip(record.outputs, given, strict=True)
             ]
             if number in ahead or piece.first:
@@ -272,7 +273,7 @@ class _Program:
             else:
                 gradients = record.backward(kept, wholes, given)
             for v, gradient in gradients.items():
-                _add(sums, v, gradient)
+                add(sums, v, gradient)
             for v in piece.first:
                 wholes.pop(v, None)
                 if v in sums:
@@ -295,10 +296,6 @@ class _Program:
             if v not in self.weights and v in sums:
                 by_index[index] = sums[v]
         return [
-            by_index[i] if i in by_index else regions.zeros(kind)
+            by_index[i] if i in by_index else zeros(kind)
             for i, kind in zip(self.wanted, self.types, strict=True)
         ]
-
-
-def _add(sums: dict[Any, Any], v: Any, cotangent: Any) -> None:
-    sums[v] = sums[v] + cotangent if v in sums else cotangent

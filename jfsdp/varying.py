@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-__all__ = ["is_tracked", "varying_axes", "varying_over"]
+__all__ = ["is_tracked", "varying_axes", "varying_over", "zeros"]
 
 
 def varying_axes(kind: Any) -> frozenset[str]:
@@ -24,3 +25,8 @@ def varying_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The array, typed as one that differs over these axes too."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(jax.typeof(array)))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def zeros(kind: Any, *stacked: int) -> jax.Array:
+    """Zeros of an array's type (`jax.typeof`), or a stack of such, which differ among devices as it does."""
+    return varying_over(jnp.zeros((*stacked, *kind.shape), kind.dtype), varying_axes(kind))

@@ -11,38 +11,15 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_jitted import ADAM, X, small, train_step
 
 import jfsdp
 
 MESHES = pytest.mark.parametrize("sizes", [{"S": 8}, {"R": 2, "S": 4}], ids=["S8", "R2xS4"])
-X = helpers.repeated(helpers.rows(16, 16), 16)
-
-
-def train_step(model: Any, optimizer: Any, x: Any) -> Any:
-    loss, grads = nnx.value_and_grad(helpers.mean_square)(model, x)
-    optimizer.update(model, grads)
-    return loss
-
-
-ADAM = optax.adam(1e-2)
-
-
-def adam(model: Any) -> nnx.Optimizer:
-    return nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-
-
-def small(mesh: Any = None) -> tuple[models.Stack, Any]:
-    model = models.Stack(2, 16, nnx.Rngs(0))
-    if mesh is not None:
-        jfsdp.shard(model, mesh, units=models.Block)
-    return model, adam(model)
-
-
 # --------------------------------------------------------------------------------------------------
 # Donation, and the life of arrays and objects
 
