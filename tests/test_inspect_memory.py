@@ -394,6 +394,40 @@ def test_parts_of_a_tuple_live_each_for_itself() -> None:
     """) == peak(x=4000, both=8000, short=4, wide=36000, y=40)
 
 
+MATMUL = """
+%matmul (a: f32[1000], b: f32[1000], scale: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  %b = f32[1000]{0} parameter(1)
+  %scale = f32[1000]{0} parameter(2)
+  %turned = f32[1000]{0} bitcast(%a)
+  %product = f32[1000]{0} convolution(%turned, %b), dim_labels=bf_oi->bf
+  ROOT %scaled = f32[1000]{0} multiply(%product, %scale)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "fresh, alive",
+    [
+        pytest.param("scale", [40, 4000, 4000, 4000], id="what its result is scaled by"),
+        pytest.param("a", [40, 4000, 4000, 4000, 4000], id="what it reads, by way of a bitcast"),
+        pytest.param("b", [40, 4000, 4000, 4000, 4000], id="what it reads"),
+    ],
+)
+def test_a_matmul_overwrites_no_operand_but_what_its_result_is_worked_on_with(
+    fresh: str, alive: list[int]
+) -> None:
+    operands = ["%kept" if name != fresh else "%fresh" for name in ("a", "b", "scale")]
+    program = f"""
+        %kept = f32[1000]{{0}} parameter(0)
+        %other = f32[1000]{{0}} custom-call(%kept)
+        %fresh = f32[1000]{{0}} custom-call(%kept, %other)
+        %scaled = f32[1000]{{0}} fusion({", ".join(operands)}), kind=kOutput, calls=%matmul
+        ROOT %y = f32[10]{{0}} custom-call(%scaled, %other)
+    """
+    assert sizes(program, MATMUL) == alive
+
+
 LOOP = """
 %condition (c: (s32[], f32[1000])) -> pred[] {
   %c = (s32[], f32[1000]{0}) parameter(0)

@@ -20,6 +20,7 @@ __all__ = ["Place", "places_at_peak"]
 
 _ALIAS: Final = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _IN_PLACE: Final = ("add", "dynamic-update-slice", "multiply", "scatter", "select", "subtract")
+_MATMULS: Final = ("convolution", "dot")
 _SAME_ARRAY: Final = ("bitcast", "optimization-barrier", "domain", "add-dependency", "async-update")
 
 
@@ -105,8 +106,8 @@ class _Walk:
         elif at.opcode.endswith("-start") and at.opcode != "all-reduce-start":
             self._unite(element(result, "0"), operands)
         self._alias(at.attributes, "output_to_operand_aliasing", result, dict(enumerate(operands)))
-        if self._may_overwrite(at):
-            self.overwriting.append((list(leaves(result)), list(leaves(operands))))
+        if replaced := self._may_overwrite(at, operands):
+            self.overwriting.append((list(leaves(result)), list(leaves(replaced))))
         return result
 
     def _loop(self, at: Instruction, carried: Tree) -> Tree:
@@ -117,9 +118,20 @@ class _Walk:
         self._unite(after, carried)
         return after
 
-    def _may_overwrite(self, at: Instruction) -> bool:
-        """Whether the compiler may put its result in the place of an operand that nothing reads later."""
-        return at.opcode in _IN_PLACE or (at.opcode == "fusion" and "kind=kLoop" in at.attributes)
+    def _may_overwrite(self, at: Instruction, operands: list[Tree]) -> list[Tree]:
+        """The operands in whose place the compiler may put its result if nothing reads them later."""
+        if at.opcode in _IN_PLACE or (at.opcode == "fusion" and "kind=kLoop" in at.attributes):
+            return operands
+        if at.opcode != "fusion" or "kind=kOutput" not in at.attributes:
+            return []
+        # What a matmul's result is worked on with, but nothing that the matmul itself reads.
+        within = list(self.module[at.called("calls")])
+        read = {name for inner in within if inner.opcode in _MATMULS for name in inner.operands}
+        for inner in reversed(within):
+            if inner.name in read:
+                read.update(inner.operands)
+        names = {int(i.operand_text): i.name for i in within if i.opcode == "parameter"}
+        return [value for number, value in enumerate(operands) if names[number] not in read]
 
     # ----------------------------------------------------------------------------------------------
     # Arrays
