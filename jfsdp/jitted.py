@@ -146,7 +146,11 @@ class Jitted:
         return self if instance is None else functools.partial(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The program of a call, as `jax.jit(fun).lower` gives it; the objects stay as they are.
+        """The program of a call, lowered: `trace(...).lower()`."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The program of a call, as `jax.jit(fun).trace` gives it; the objects stay as they are.
 
         Args:
             *args: as in the call; objects and arrays may be abstract (`jax.ShapeDtypeStruct`).
@@ -155,7 +159,7 @@ class Jitted:
         items = _items(args, kwargs)
         known, values = self._walked(items, len(args), abstract_put)
         rest = {key: items[key] for key in known.rest}
-        return known.program.lower(values, known.walk.arrays, rest)
+        return known.program.trace(values, known.walk.arrays, rest)
 
     def _meet(
         self, items: dict[str, Any], positional: int, before: _Known | None

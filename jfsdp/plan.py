@@ -33,6 +33,8 @@ class PlanRow:
         bytes_per_device: bytes of one device's part.
         reason: why it is replicated over the shard axes, or "ignored"; "" if it is sharded.
         layers: layers of a scanned stack, which are gathered one by one; 1 for everything else.
+        memory_kind: the kind of host memory that it lies in, such as "pinned_host"; "" for the device's own.
+        state_memory_kind: that of the optimizer state that lies as it does.
     """
 
     path: str
@@ -44,6 +46,14 @@ class PlanRow:
     bytes_per_device: int
     reason: str = ""
     layers: int = 1
+    memory_kind: str = ""
+    state_memory_kind: str = ""
+
+    @property
+    def memory(self) -> str:
+        """Where it and its state lie: "device", "pinned_host", or "device, state pinned_host"."""
+        own, state = self.memory_kind or "device", self.state_memory_kind or "device"
+        return own if own == state else f"{own}, state {state}"
 
 
 def plan_row(unit: str, path: str, placement: Placement, dp: DataParallelMesh) -> PlanRow:
@@ -59,6 +69,8 @@ def plan_row(unit: str, path: str, placement: Placement, dp: DataParallelMesh) -
         bytes_per_device=placement.shard_bytes(dp.mesh),
         reason=placement.reason,
         layers=1 if stacked is None else max(1, placement.shape[stacked]),
+        memory_kind=placement.memory_kind or "",
+        state_memory_kind=placement.state_memory_kind or "",
     )
 
 
@@ -88,8 +100,18 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of one device's parameters in storage dtype."""
+        """Bytes of one device's parameters in storage dtype, in whichever memory."""
         return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Of `bytes_per_device`, those in host memory."""
+        return sum(row.bytes_per_device for row in self.rows if row.memory_kind)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a parameter, or its optimizer state, is to lie in host memory."""
+        return any(row.memory_kind or row.state_memory_kind for row in self.rows)
 
     @property
     def replicated(self) -> tuple[PlanRow, ...]:
@@ -118,10 +140,22 @@ class Plan:
             "gathered at once. Make the repeated blocks units of their own: jfsdp.shard(model, units=Block).",
         )
 
+    def _places(self) -> str:
+        """How much lies where."""
+        there = self.bytes_on_host
+        text = f"of it {human_bytes(self.bytes_per_device - there)} in the device's memory and "
+        text += f"{human_bytes(there)} in host memory"
+        state = sum(bool(row.state_memory_kind) for row in self.rows)
+        return (
+            f"{text}; the optimizer state of {state} of {len(self.rows)} parameters in host memory"
+        )
+
     def __str__(self) -> str:
         head = f"parameters on {describe_mesh(self.dp.mesh)}{f'; {self.policy}' if self.policy else ''}"
-        cells = [("unit", "parameter", "shape", "dtype", "spec", "per device")]
+        cells = [("unit", "parameter", "shape", "dtype", "spec", "memory", "per device")]
         cells += [_cells(group) for group in _groups(self.rows)]
+        if not self.offloads:
+            cells = [(*cell[:-2], cell[-1]) for cell in cells]
         whole, part = self.bytes, self.bytes_per_device
         header, *table = aligned(cells, left=len(cells[0]))
         rule = "-" * max(len(line) for line in (header, *table))
@@ -130,6 +164,8 @@ class Plan:
             f"total: {self.parameters:,} parameters, {human_bytes(whole)}; {human_bytes(part)} per device "
             f"({part / max(whole, 1):.1%})"
         )
+        if self.offloads:
+            lines.append(self._places())
         lines += _reasons(self.replicated)
         if self.ignored:
             ignored = [ranged([row.path for row in group]) for group in _groups(self.ignored)]
@@ -142,7 +178,7 @@ def _groups(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
     def key(row: PlanRow) -> tuple[Any, ...]:
         names = (pattern(row.unit), pattern(row.path))
-        return (*names, row.shape, str(row.dtype), row.spec, row.reason)
+        return (*names, row.shape, str(row.dtype), row.spec, row.reason, row.memory)
 
     return grouped(rows, key)
 
@@ -153,7 +189,8 @@ def _cells(group: list[PlanRow]) -> tuple[str, ...]:
     unit = ranged([r.unit for r in group])
     shape = "x".join(map(str, row.shape)) or "scalar"
     spec = "P(" + ", ".join(map(repr, row.spec)) + ")"
-    return (unit, path, shape, str(row.dtype), spec, human_bytes(row.bytes_per_device) + times)
+    size = human_bytes(row.bytes_per_device) + times
+    return (unit, path, shape, str(row.dtype), spec, row.memory, size)
 
 
 def _reasons(rows: Sequence[PlanRow]) -> list[str]:

@@ -56,7 +56,25 @@ def promise(
         unit=row.unit,
         again=own.get("again") or (None if again is None else Wire(*again)),
         update=_update(row, unit, placement, tuple(state_axes)),
+        **_on_host(row, unit, placement, is_root),
     )
+
+
+def _on_host(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> dict[str, Any]:
+    """What is promised of host memory: what lies there, and what comes from there and goes back."""
+    size, there = float(row.bytes_per_device), placement.memory_kind is not None
+    # Kept over some axes only, it is gathered again from what the device keeps.
+    again = unit.reshards(is_root) and not isinstance(unit.reshard_after_forward, tuple)
+    trained = jnp.issubdtype(placement.dtype, jnp.inexact) and not placement.ignored
+    return {
+        "shape": placement.shape,
+        "memory_kind": placement.memory_kind,
+        "state_memory_kind": placement.state_memory_kind,
+        "activations": getattr(unit.offload_policy, "activations", ()),
+        "bytes_at_rest": size,
+        "fetched": size * (1 + again) * there,
+        "returned": size * trained * there,
+    }
 
 
 def _update(row: PlanRow, unit: Unit, placement: Placement, axes: tuple[str, ...]) -> Wire | None:
@@ -127,15 +145,16 @@ def _argument(name: str, kind: Kind, leaf: Any) -> Argument:
         size, dtype = math.prod(local) * np.dtype(leaf.dtype).itemsize, np.dtype(leaf.dtype).name
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     axes = tuple(axis for entry in spec for axis in axes_of_entry(entry))
-    return Argument(name, kind, shape, dtype, size, getattr(sharding, "memory_kind", None), axes)
+    memory = getattr(sharding, "memory_kind", None)
+    return Argument(name, kind, shape, dtype, size, memory, axes, local)
 
 
 def minima(
     given: Sequence[Argument],
     placements: Iterable[tuple[Placement, int]],
     parts_of: Callable[[Placement], int],
-) -> tuple[int, int]:
-    """The bytes that one device keeps by the policies: of the parameters, and of the optimizer state.
+) -> tuple[int, int, int, int]:
+    """The bytes of the parameters and of the optimizer state that one device keeps by the policies.
 
     Optimizer state of a parameter's shape lies as the parameter does, or as it was made to lie on more axes;
     other state is on every device.
@@ -144,6 +163,9 @@ def minima(
         given: the step's arguments.
         placements: of each parameter where it lies and the bytes of one device's shard.
         parts_of: into how many parts a parameter's state is split beside the parameter itself.
+
+    Returns:
+        Parameters and state in its own memory, then parameters and state in host memory.
     """
     pairs = list(placements)
     shares = {
@@ -151,9 +173,13 @@ def minima(
         for placement, size in pairs
         if placement.bytes
     }
-    state = sum(
-        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize * shares.get(leaf.shape, 1)
-        for leaf in given
-        if leaf.kind == "optimizer"
-    )
-    return sum(size for _, size in pairs), round(state)
+    kinds = {placement.shape: placement.state_memory_kind for placement, _ in pairs}
+    parameters, state = [0.0, 0.0], [0.0, 0.0]
+    for placement, size in pairs:
+        parameters[placement.memory_kind is not None] += size
+    for leaf in given:
+        if leaf.kind == "optimizer":
+            size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+            there = kinds.get(leaf.shape) is not None
+            state[there] += size * shares.get(leaf.shape, 1)
+    return round(parameters[0]), round(state[0]), round(parameters[1]), round(state[1])

@@ -67,6 +67,10 @@ def inspect(
     program is anything else. The ratio is a little below 1 where the backward does not need a weight
     again (a bias, an embedding), so that nothing gathers it twice.
 
+    Of what lies in host memory it has the bytes at rest beside the device's, and what one step moves to the
+    device and back, beside the least by the policies: each shard before each of its gathers, its gradient
+    back, and for an update on the device parameters, gradients and state there, parameters and state back.
+
     Args:
         step: the step function, jitted (`nnx.jit`, `jax.jit`) or plain, or its lowered program.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.

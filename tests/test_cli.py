@@ -110,6 +110,8 @@ def test_plan_as_json_has_every_leaf(write: Write, capsys: pytest.CaptureFixture
         "gradients": 256,
         "optimizer": 512,
         "gathered": 512,
+        "on_host": False,
+        "state_on_host": False,
     }
 
 

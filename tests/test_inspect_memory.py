@@ -766,7 +766,6 @@ def example() -> Memory:
         temporaries=20 * MIB,
         peak=33 * MIB + 500,
         aliased=12 * MIB,
-        host=3 * GIB,
         available=GIB,
         parameters_minimum=4 * MIB,
         optimizer_minimum=4 * MIB,
@@ -788,7 +787,6 @@ temporaries           20.0 MiB
 peak                  33.0 MiB
 fits: 33.0 MiB of 1.0 GiB per device
 12.0 MiB of outputs take the place of donated arguments
-3.0 GiB in host memory
 12 B of the arguments are not used, and not in the peak"""
     )
 

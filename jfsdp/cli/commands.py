@@ -118,6 +118,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             f"largest unit while it is gathered: {human_bytes(size)}, {unit}", *map(str, lines)
         )
         out.verdict(kept.verdict(limit), fits)
+        if kept.host:
+            out.verdict(f"{human_bytes(kept.host)} per device in host memory", None)
     return REFUSED if fits is False else FITS
 
 
@@ -152,6 +154,8 @@ def _compile(arguments: argparse.Namespace) -> int:
         if not departures:
             out.verdict(contract_line(report), True)
         out.verdict(verdict, fits)
+        if report.memory.host:
+            out.verdict(report.memory.host_verdict, report.memory.host_fits)
     return REFUSED if departures or fits is False else FITS
 
 

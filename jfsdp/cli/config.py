@@ -51,6 +51,8 @@ class StepConfig:
         arguments: its keyword arguments.
         tokens: of one global batch, for the roofline; None if it is not said.
         microbatches: into how many a device splits its part of the batch.
+        update_on: where the update of what lies in host memory is computed, "device" or "host"; None for what
+            `jfsdp.update_optimizer` does by itself.
     """
 
     loss: str
@@ -58,11 +60,16 @@ class StepConfig:
     arguments: dict[str, Any]
     tokens: int | None = None
     microbatches: int = 1
+    update_on: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardConfig:
-    """The policy, as `jfsdp.shard` takes it; `stacked` are paths of scanned stacks of layers."""
+    """The policy, as `jfsdp.shard` takes it; `stacked` are paths of scanned stacks of layers.
+
+    `offload` says what lies in host memory: "none", "all", "parameters" (and their gradients), or "optimizer"
+    for the optimizer state; `offload_activations` names values that wait there for the backward.
+    """
 
     shard: tuple[str, ...] = ()
     replicate: tuple[str, ...] = ()
@@ -71,6 +78,8 @@ class ShardConfig:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     reshard_after_forward: bool | int | tuple[str, ...] | None = None
+    offload: str = "none"
+    offload_activations: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +121,14 @@ class JobConfig:
 
 TABLES: Final = {
     "model": {"source": str, "build": str, "arguments": dict},
-    "step": {"loss": str, "optimizer": str, "arguments": dict, "tokens": int, "microbatches": int},
+    "step": {
+        "loss": str,
+        "optimizer": str,
+        "arguments": dict,
+        "tokens": int,
+        "microbatches": int,
+        "update_on": str,
+    },
     "shard": {
         "shard": list,
         "replicate": list,
@@ -121,10 +137,16 @@ TABLES: Final = {
         "param_dtype": str,
         "reduce_dtype": str,
         "reshard_after_forward": object,
+        "offload": str,
+        "offload_activations": list,
     },
 }
 ARRAY: Final = {"shape": list, "dtype": str}
-OPTIONAL: Final = ("arguments", "tokens", "microbatches", *TABLES["shard"])
+OPTIONAL: Final = ("arguments", "tokens", "microbatches", "update_on", *TABLES["shard"])
+CHOICES: Final = {
+    "[shard] offload": ("none", "all", "parameters", "optimizer"),
+    "[step] update_on": ("device", "host"),
+}
 KINDS: Final = {
     str: "text",
     int: "a whole number above 0",
@@ -221,10 +243,12 @@ class _Reader:
         if not right:
             raise self.fail(f"{where} = {value!r} must be {KINDS[kind]}")
         if where.endswith("_dtype"):
-            self.dtype(where, value, FLOATS)
+            self.one_of(where, value, FLOATS)
+        if where in CHOICES:
+            self.one_of(where, value, CHOICES[where])
         return value
 
-    def dtype(self, where: str, value: Any, known: tuple[str, ...]) -> str:
+    def one_of(self, where: str, value: Any, known: tuple[str, ...]) -> str:
         if value not in known:
             raise self.fail(f"{where} = {value!r} must be one of {', '.join(known)}")
         return value
@@ -240,7 +264,7 @@ class _Reader:
         shape = table["shape"]
         if not isinstance(shape, list) or not shape or not all(map(_is_size, shape)):
             raise self.fail(f"{where} shape = {shape!r} must be a list of whole numbers above 0")
-        return ArrayConfig(tuple(shape), self.dtype(f"{where} dtype", table["dtype"], DTYPES))
+        return ArrayConfig(tuple(shape), self.one_of(f"{where} dtype", table["dtype"], DTYPES))
 
     def mesh(self, table: dict[str, Any]) -> dict[str, int]:
         for axis, size in table.items():

@@ -19,6 +19,7 @@ The file is TOML:
     arguments = { learning_rate = 3e-4 }
     tokens = 524288                      # in one global batch; only for the roofline
     microbatches = 4                     # see jfsdp.value_and_grad; the loss is a mean of equal rows
+    update_on = "host"                   # or "device": where the update of what is offloaded is computed
 
     [mesh]                               # axes in order, and their sizes; of several TPU slices the
     fsdp = 64                            # first axis of their number goes over them
@@ -30,6 +31,8 @@ The file is TOML:
     param_dtype = "bfloat16"
     reduce_dtype = "float32"
     reshard_after_forward = true         # or false, the names of shard axes, the size of the last ones
+    offload = "all"                      # what lies in host memory: none, all, parameters, optimizer
+    offload_activations = ["block"]      # names by jax.ad_checkpoint.checkpoint_name: wait there too
 """
 
 from __future__ import annotations
@@ -47,15 +50,15 @@ from flax import nnx
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jfsdp import api, reports
-from jfsdp.cli.config import ConfigError, JobConfig, check_sizes, did_you_mean
+from jfsdp import api, reports, states
+from jfsdp.cli.config import ConfigError, JobConfig, ShardConfig, check_sizes, did_you_mean
 from jfsdp.cli.source import check_call, function, load, one_line
 from jfsdp.gradients import value_and_grad
 from jfsdp.inspect import Report
 from jfsdp.inspect.topology import topology
 from jfsdp.mesh import DataParallelMeshDims, resolve_mesh
 from jfsdp.nnx_tree import walk
-from jfsdp.policies import MixedPrecisionPolicy
+from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["Job", "build_job"]
 
@@ -120,7 +123,7 @@ def build_job(config: JobConfig, target: str | None = None) -> Job:
     }
     loss = function(config, "[step] loss", module, config.step.loss)
     check_call(config, "[batch]", loss, config.batch, 1)
-    optimizer = nnx.Optimizer(model, _optimizer(config), wrt=nnx.Param)
+    optimizer = _sharded_optimizer(config, model)
     step = train_step(loss, config.step.microbatches)
     return Job(config, mesh, model, optimizer, batch, step, notes)
 
@@ -233,6 +236,7 @@ def _sharded(
             param_dtype=said.param_dtype, reduce_dtype=said.reduce_dtype
         ),
         "reshard_after_forward": said.reshard_after_forward,
+        "offload_policy": _offload(said),
     }
     modules = {path: node for path, node in walk(model) if isinstance(node, nnx.Module) and path}
     for path in said.stacked:
@@ -247,6 +251,24 @@ def _sharded(
         return api.shard(model, mesh, units=said.units, **policy)
     except (TypeError, ValueError) as error:
         raise config.error("[shard]", one_line(error)) from error
+
+
+def _offload(said: ShardConfig) -> OffloadPolicy:
+    if said.offload == "none" and not said.offload_activations:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(
+        parameters=said.offload in ("all", "parameters"),
+        optimizer_state=said.offload in ("all", "optimizer"),
+        activations=said.offload_activations,
+    )
+
+
+def _sharded_optimizer(config: JobConfig, model: nnx.Module) -> nnx.Optimizer:
+    tx, update_on = _optimizer(config), config.step.update_on
+    if update_on is None:
+        return nnx.Optimizer(model, tx, wrt=nnx.Param)
+    settings: dict[str, Any] = {"update_on": update_on}
+    return states.init_optimizer(tx, model, wrt=nnx.Param, **settings)
 
 
 def _optimizer(config: JobConfig) -> optax.GradientTransformation:

@@ -33,6 +33,8 @@ class Leaf:
         gradients: of the shard of its gradient, in the dtype in which it is reduced.
         optimizer: of the optimizer state that belongs to it.
         gathered: of the whole parameter, or of one layer of a stack, in the dtype in which it is gathered.
+        on_host: whether parameter and gradient lie in host memory.
+        state_on_host: whether the optimizer state does.
     """
 
     path: str
@@ -42,11 +44,25 @@ class Leaf:
     gradients: int
     optimizer: int
     gathered: int
+    on_host: bool = False
+    state_on_host: bool = False
 
     @property
     def total(self) -> int:
         """Bytes of the shard, its gradient and its optimizer state."""
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """Of these, bytes in host memory."""
+        own = self.on_host * (self.parameters + self.gradients)
+        return own + self.state_on_host * self.optimizer
+
+    @property
+    def state(self) -> int:
+        """Bytes of the shard and its optimizer state that stay on the device from step to step."""
+        own = (not self.on_host) * self.parameters
+        return own + (not self.state_on_host) * self.optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +107,13 @@ class Kept:
 
     @property
     def state(self) -> int:
-        """Bytes that stay from step to step: parameters and optimizer state."""
-        return self.parameters + self.optimizer
+        """Bytes that stay on the device from step to step: of parameters and optimizer state."""
+        return sum(leaf.state for leaf in self.leaves) + self.other
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory."""
+        return sum(leaf.host for leaf in self.leaves)
 
     def verdict(self, limit: int | None) -> str:
         """One line: whether the state fits.
@@ -100,7 +121,7 @@ class Kept:
         Args:
             limit: bytes that a device has; None if that is not known.
         """
-        total = human_bytes(self.total)
+        total = human_bytes(self.total - self.host)
         if limit is None:
             return f"{total} per device before activations and gathered weights"
         whole = human_bytes(limit)
@@ -120,6 +141,7 @@ class Kept:
         unit, size = self.largest_unit
         return {
             "bytes_per_device": {name: getattr(self, name) for name in names},
+            "bytes_on_host": self.host,
             "gathered": {"unit": unit, "bytes": size},
             "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves],
         }
@@ -127,7 +149,7 @@ class Kept:
     def table(self) -> Table:
         """Bytes per device; the same leaf of repeated blocks is one line, their sum."""
         rows = []
-        for group in grouped(self.leaves, lambda f: (pattern(f.unit), pattern(f.path), f.shape)):
+        for group in self._groups():
             unit = ranged([leaf.unit for leaf in group])
             name = group[0].path.removeprefix(f"{group[0].unit}.")
             rows.append((unit, name if unit != name else "", *_figures(group)))
@@ -137,7 +159,20 @@ class Kept:
             )
         sums = map(human_bytes, (self.parameters, self.gradients, self.optimizer, self.total))
         head = ("unit", "parameter", "parameters", "gradients", "optimizer", "total")
-        return Table("bytes per device", head, rows, ("total", "", *sums), left=2)
+        last = ("total", "", *sums)
+        if not self.host:
+            return Table("bytes per device", head, rows, last, left=2)
+        hosts = [sum(leaf.host for leaf in group) for group in self._groups()]
+        hosts += [0] * bool(self.other)
+        rows = [(*row, human_bytes(size)) for row, size in zip(rows, hosts, strict=True)]
+        head, last = (*head, "of it on the host"), (*last, human_bytes(self.host))
+        return Table("bytes per device", head, rows, last, left=2)
+
+    def _groups(self) -> list[list[Leaf]]:
+        return grouped(
+            self.leaves,
+            lambda f: (pattern(f.unit), pattern(f.path), f.shape, f.on_host, f.state_on_host),
+        )
 
 
 def kept_by(job: Job) -> Kept:
@@ -158,6 +193,8 @@ def kept_by(job: Job) -> Kept:
                 gradients=shards * np.dtype(how.reduce_dtype).itemsize * how.reducible,
                 optimizer=state[row.path],
                 gathered=math.prod(shape) // row.layers * np.dtype(how.param_dtype).itemsize,
+                on_host=bool(row.memory_kind),
+                state_on_host=bool(row.state_memory_kind),
             )
         )
     return Kept(tuple(leaves), other)

@@ -15,6 +15,7 @@ from jfsdp.inspect.html import to_html
 from jfsdp.inspect.networks_table import network_table
 from jfsdp.inspect.overlap import overlap_line
 from jfsdp.inspect.table import human_bytes
+from jfsdp.inspect.transfers import traffic_line
 
 __all__ = ["Cost", "contract_line", "headline", "html_page", "limited", "report_tables"]
 
@@ -92,6 +93,8 @@ def report_tables(report: Report) -> tuple[str | Table, ...]:
         blocks += [_collectives(report), *([f"{overlap}\n"] if overlap else [])]
         networks = network_table(report.collectives, report.promises, report.networks)
         blocks += [f"{networks}\n"] if networks else []
+    moved = traffic_line(report.traffic)
+    blocks += [f"{moved}\n"] if moved else []
     if report.memory is not None:
         blocks += _memory(report.memory)
     return tuple(blocks)
@@ -128,6 +131,9 @@ def _cells(row: Row, axes: str, dtype: str) -> tuple[str, ...]:
 def _memory(memory: Memory) -> tuple[Table, ...]:
     *rows, peak = [(name, human_bytes(size)) for name, size in memory.by_name().items()]
     tables = [Table("memory of one device", ("", "bytes"), rows, peak)]
+    if memory.host:
+        *rows, whole = [(name, human_bytes(n)) for name, n in memory.by_name_on_host().items()]
+        tables.append(Table("host memory of one device", ("", "bytes"), rows, whole))
     if memory.buffers:
         cells = [
             (human_bytes(each.bytes), f"{each.dtype}{list(each.shape)}", each.kind, each.op_name)

@@ -10,21 +10,79 @@ and TPU v5e:2x4 that are not here). With fixed = argument + output - alias:
   to HBM. total_allocation_bytes + generated_code is what the compiler holds against the HBM, to within the
   scoped memory of a collective (up to 1 MiB, of which no field tells). jax 0.10.2 has no such field: half
   the sum of temp and the peak, or temp if that is less, is an upper bound.
-- Host memory has fields of its own on TPU. CPU, and GPU where there is no GPU, count it as the device's.
+- Host memory has fields of its own on TPU and GPU. GPUs that are not here list no memories: there only
+  shardings on an abstract mesh keep the kind, and `compiled.input_shardings` have lost it. CPU counts it as
+  the device's.
 - Not in any of them: what the runtime and NCCL take, and arguments that the program does not use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
 from .collective import nbytes
 
-__all__ = ["is_on_host", "taken_arguments", "temporary_bytes"]
+__all__ = ["HostShare", "host_share", "is_on_host", "taken_arguments", "temporary_bytes"]
+
+_ALIAS: Final = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostShare:
+    """What of a program's arguments and outputs lies in host memory, in bytes on one device.
+
+    Attributes:
+        arguments: with padding.
+        outputs: likewise, of all outputs there.
+        aliased: the outputs among them that take the place of arguments.
+        counted_arguments: what of `arguments` the backend counts as the device's.
+        counted_outputs: of `outputs`.
+        counted_aliased: of `aliased`.
+        told: whether the backend's own figures tell host memory from the device's.
+    """
+
+    arguments: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    counted_arguments: int = 0
+    counted_outputs: int = 0
+    counted_aliased: int = 0
+    told: bool = True
+
+
+def host_share(compiled: jax.stages.Compiled, stats: Any) -> HostShare:
+    """What of a program lies in host memory: by the backend's figures, else by its arrays' memory kinds."""
+    arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
+    if _platform(compiled) != "cpu":
+        return HostShare(arguments, outputs, stats.host_alias_size_in_bytes)
+    taken = taken_arguments(compiled)
+    made = [
+        (_bytes(each.sharding.shard_shape(each.shape), each.dtype), each.sharding.memory_kind)
+        for each in jax.tree.leaves(compiled.out_info)
+    ]
+    arguments, outputs = (sum(n for n, kind in each if is_on_host(kind)) for each in (taken, made))
+    if not (arguments or outputs):
+        return HostShare(told=False)
+    aliased = sum(
+        made[result][0]
+        for result, argument in _aliases(compiled.as_text() or "")
+        if is_on_host(taken[argument][1]) and is_on_host(made[result][1])
+    )
+    return HostShare(arguments, outputs, aliased, arguments, outputs, aliased, told=False)
+
+
+def _aliases(text: str) -> Iterator[tuple[int, int]]:
+    """The outputs of a program that take the place of arguments, by their numbers."""
+    header = text.partition("\n")[0].partition("input_output_alias={")[2]
+    for result, argument in _ALIAS.findall(header.partition("entry_computation_layout")[0]):
+        yield int(result or 0), int(argument)
 
 
 def taken_arguments(compiled: jax.stages.Compiled) -> list[tuple[int, str | None]]:
@@ -33,7 +91,10 @@ def taken_arguments(compiled: jax.stages.Compiled) -> list[tuple[int, str | None
     # None for an argument that it does not use.
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     return [
-        (_bytes(sharding.shard_shape(array.shape), array.dtype), sharding.memory_kind)
+        (
+            _bytes(sharding.shard_shape(array.shape), array.dtype),
+            sharding.memory_kind or _kind_of_type(array),
+        )
         for array, sharding in zip(arrays, shardings, strict=True)
         if sharding is not None
     ]
@@ -43,6 +104,12 @@ def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(shape) * dtype.itemsize
     return math.ceil(nbytes(shape, dtype.name))
+
+
+def _kind_of_type(array: Any) -> str | None:
+    """The memory kind that the type of an argument tells, where its sharding has none."""
+    space = getattr(array, "memory_space", None)
+    return "pinned_host" if space == jax.memory.Space.Host else None
 
 
 def is_on_host(memory_kind: str | None) -> bool:

@@ -63,6 +63,14 @@ class Promise:
         update: the all-gather of the updated parameter, whose optimizer state lies on more axes than itself;
             None if it does not. Each device updates its own part, so a compiler may reduce-scatter the
             gradient over these axes where it is to be all-reduced.
+        shape: its global shape; () for the first of `shapes`.
+        memory_kind: the kind of host memory that it lies in; None for the device's own.
+        state_memory_kind: that of its optimizer state.
+        activations: names of the values that its unit keeps on the host for the backward.
+        bytes_at_rest: bytes of one device's part.
+        fetched: bytes that one device copies from host memory in one step that calls the model once: its part
+            before each gather.
+        returned: bytes that it copies back: its part of the gradient.
     """
 
     leaf: str
@@ -75,6 +83,13 @@ class Promise:
     again: Wire | None = None
     scatters: int = 1
     update: Wire | None = None
+    shape: tuple[int, ...] = ()
+    memory_kind: str | None = None
+    state_memory_kind: str | None = None
+    activations: tuple[str, ...] = ()
+    bytes_at_rest: float = 0.0
+    fetched: float = 0.0
+    returned: float = 0.0
 
     def wires(self) -> dict[str, Wire]:
         """The collectives of the parameter, by kind."""
@@ -99,6 +114,8 @@ class Promise:
             again=self.again and self.again.times(microbatches),
             scatter=self.scatter and self.scatter.times(scatters),
             scatters=scatters,
+            fetched=self.fetched * microbatches,
+            returned=self.returned * scatters,
         )
 
     def sent(self) -> list[tuple[str, Wire]]:

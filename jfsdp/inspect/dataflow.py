@@ -24,6 +24,12 @@ class Users:
         found = (scopes.phase(user.op_name) for user in self._after(at, computation))
         return next(filter(None, found), "")
 
+    def name(self, at: Instruction, computation: Computation) -> str:
+        """The name of the nearest user that has one, or "". The end of what `at` starts is none."""
+        users = self._after(at, computation)
+        names = (user.op_name for user in users if not user.opcode.endswith("-done"))
+        return next(filter(None, names), "")
+
     def _after(self, at: Instruction, computation: Computation) -> Iterator[Instruction]:
         """The users, their users and so on, the nearest first."""
         if computation.name not in self._of:

@@ -13,6 +13,7 @@ from .contract import Departure
 from .html_memory import buffers_section, memory_section
 from .html_wire import networks_section, schedule_section, totals_section, units_section
 from .sizes import parse_bytes
+from .transfers import traffic_line
 
 if TYPE_CHECKING:
     from .report import Report
@@ -52,6 +53,7 @@ def to_html(
         f'<p class="soft">{escape(_subtitle(report))}</p>',
         _verdict(report, departures),
         "" if report.memory is None else memory_section(report.memory),
+        *(f"<p>{escape(line)}</p>" for line in traffic_line(report.traffic).splitlines()),
         "" if report.memory is None else buffers_section(report.memory.buffers),
         totals_section(wire),
         networks_section(wire),

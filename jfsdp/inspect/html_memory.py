@@ -43,7 +43,7 @@ def memory_section(memory: Memory) -> str:
     rows.append((_PEAK, human_bytes(memory.peak), f"{memory.peak / whole:.1%}"))
     others = {
         "a device has": memory.available,
-        "in host memory": memory.host,
+        **{f"{name} in host memory": n for name, n in memory.by_name_on_host().items()},
         "outputs in the place of donated arguments": memory.aliased,
         "arguments that are not used": memory.unused,
     }

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 
-from .allocation import is_on_host, taken_arguments, temporary_bytes
+from .allocation import HostShare, host_share, is_on_host, taken_arguments, temporary_bytes
 from .buffers import Buffer, bytes_of, largest_buffers, refused_buffers
-from .table import aligned, human_bytes
+from .memory_table import figures, memory_table
+from .table import human_bytes
 
-__all__ = ["Argument", "Memory", "from_failure", "memory_table", "read_memory"]
+__all__ = ["Argument", "Kind", "Memory", "from_failure", "memory_table", "read_memory"]
 
-_TITLE: Final = "memory of one device"
 _OVER: Final = re.compile(r"Used \S+ of (\S+) hbm\. Exceeded hbm capacity by ([\d.]+[BKMGT])")
 _EARLY: Final = re.compile(
     r"memory required for HLO temporaries \((\S+)\) exceeds[^(]*HBM \((\S+)\)"
 )
+
+
+Kind: TypeAlias = Literal["parameters", "optimizer", "rest"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +37,17 @@ class Argument:
         bytes_per_device: bytes of one device's part, without padding.
         memory_kind: where it lies, such as "pinned_host"; None for the device's own memory.
         axes: the mesh axes that it lies on.
+        local_shape: the shape of one device's part; None if it is not known.
     """
 
     path: str
-    kind: Literal["parameters", "optimizer", "rest"]
+    kind: Kind
     shape: tuple[int, ...]
     dtype: str
     bytes_per_device: int
     memory_kind: str | None = None
     axes: tuple[str, ...] = ()
+    local_shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +68,23 @@ class Memory:
         code: the program itself.
         peak: what has to fit at once.
         aliased: outputs that take the place of donated arguments.
-        host: what lies in host memory instead.
+        host: what lies in host memory instead, all in all.
+        host_parameters: of the arguments there, without padding.
+        host_optimizer: the optimizer state among them.
+        host_rest: the others.
+        host_padding: as `padding`.
+        host_outputs: outputs there that do not take the place of an argument.
+        host_temporaries: everything else there, such as activations and gradients.
+        host_code: of what the host computes.
+        host_told: whether the backend tells what lies on the host, temporaries included. On CPU it does not:
+            arguments and outputs are told apart by their shardings, and temporaries are the device's.
         available: what a device has; None if it is not known.
         parameters_minimum: the least bytes of the parameters by the policies; None if not known.
         optimizer_minimum: of the optimizer state.
+        host_parameters_minimum: of the parameters that lie on the host by the policies.
+        host_optimizer_minimum: of the optimizer state likewise.
+        host_available: what a device's share of its host's memory is; None if it is not known.
+        host_limit: what keeps a program from more of it than that, in words; "" if nothing does.
         refused: whether the compiler refused the program. Then the figures are those of its message, to
             three digits; what it does not tell is 0.
         buffers: the largest buffers at the peak if the step does not fit, else none.
@@ -83,9 +101,21 @@ class Memory:
     peak: int = 0
     aliased: int = 0
     host: int = 0
+    host_parameters: int = 0
+    host_optimizer: int = 0
+    host_rest: int = 0
+    host_padding: int = 0
+    host_outputs: int = 0
+    host_temporaries: int = 0
+    host_code: int = 0
+    host_told: bool = False
     available: int | None = None
     parameters_minimum: int | None = None
     optimizer_minimum: int | None = None
+    host_parameters_minimum: int | None = None
+    host_optimizer_minimum: int | None = None
+    host_available: int | None = None
+    host_limit: str = ""
     refused: bool = False
     buffers: tuple[Buffer, ...] = ()
 
@@ -95,6 +125,11 @@ class Memory:
         return self.parameters + self.optimizer + self.rest
 
     @property
+    def host_fits(self) -> bool | None:
+        """Whether what lies on the host is at most a device's share of it; None if that is not known."""
+        return None if self.host_available is None else self.host <= self.host_available
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak is at most what a device has; None if that is not known."""
         return None if self.available is None else not self.refused and self.peak <= self.available
@@ -102,22 +137,34 @@ class Memory:
     @property
     def verdict(self) -> str:
         """Such as "fits: 61.2 of 95.0 GiB per device"."""
-        if self.available is None:
-            return f"needs {human_bytes(self.peak)} per device"
-        needed, there = human_bytes(self.peak), human_bytes(self.available)
-        if needed == there:
-            needed, there = f"{self.peak:,}", f"{self.available:,} B"
-        elif needed.split()[1] == there.split()[1]:
-            needed = needed.split()[0]
-        return f"{'fits' if self.fits else 'does not fit'}: {needed} of {there} per device"
+        return f"{_verdict(self.peak, self.available, self.fits)} per device"
+
+    @property
+    def host_verdict(self) -> str:
+        """Such as "host memory fits: 12.0 of 44.7 GiB per device"; "" if nothing lies there."""
+        if not self.host:
+            return ""
+        limit = f"; {self.host_limit}" if self.host_limit else ""
+        verdict = _verdict(self.host, self.host_available, self.host_fits)
+        return f"host memory {verdict} per device{limit}"
 
     def by_name(self) -> dict[str, float]:
-        """Each figure that is not zero, by the name that it has in the table."""
-        return {name: size for name, size, _ in _rows(self) if size}
+        """Each figure of the device that is not zero, by the name that it has in the table."""
+        return {row.name: row.device for row in figures(self) if row.device}
+
+    def by_name_on_host(self) -> dict[str, float]:
+        """Each figure of host memory that is not zero, likewise."""
+        return {row.name: row.host for row in figures(self) if row.host}
+
+    def by_place(self) -> dict[str, float]:
+        """Both, the latter as "parameters on the host"."""
+        there = {f"{name} on the host": size for name, size in self.by_name_on_host().items()}
+        return self.by_name() | there
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         derived = {"persistent": self.persistent, "fits": self.fits, "verdict": self.verdict}
+        derived |= {"host_fits": self.host_fits, "host_verdict": self.host_verdict}
         return dataclasses.asdict(self) | derived
 
 
@@ -140,28 +187,27 @@ def read_memory(
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("jfsdp.inspect: this backend does not say how much memory a program needs")
-    # Where its figures tell host memory apart from the device's, so is it done here.
-    apart = stats.host_argument_size_in_bytes > 0
-    taken = sum(
-        size for size, kind in taken_arguments(compiled) if not (apart and is_on_host(kind))
-    )
-    named = [each for each in arguments if not (apart and is_on_host(each.memory_kind))]
-    fixed = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    temporaries = temporary_bytes(compiled, stats, fixed)
+    share = host_share(compiled, stats)
+    taken = taken_arguments(compiled)
+    on_host = sum(size for size, kind in taken if is_on_host(kind))
+    on_device = sum(size for size, kind in taken if not is_on_host(kind))
+    here, there = _parted(arguments)
+    given = stats.argument_size_in_bytes - share.counted_arguments
+    outputs = stats.output_size_in_bytes - share.counted_outputs
+    aliased = stats.alias_size_in_bytes - share.counted_aliased
+    fixed = given + outputs - aliased
+    counted = share.counted_arguments + share.counted_outputs - share.counted_aliased
+    temporaries = temporary_bytes(compiled, stats, fixed + counted)
     memory = dataclasses.replace(
-        _of_arguments(named, taken),
-        padding=stats.argument_size_in_bytes - taken,
-        outputs_not_aliased=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        _of_arguments(here, on_device),
+        padding=given - on_device,
+        outputs_not_aliased=outputs - aliased,
         temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
         peak=fixed + temporaries + stats.generated_code_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        host=stats.host_argument_size_in_bytes
-        + stats.host_output_size_in_bytes
-        - stats.host_alias_size_in_bytes
-        + stats.host_temp_size_in_bytes
-        + stats.host_generated_code_size_in_bytes,
+        aliased=aliased + share.aliased,
         available=available,
+        **_on_host(_of_arguments(there, on_host), share, stats, on_host),
     )
     if memory.fits is not False:
         return memory
@@ -188,14 +234,17 @@ def from_failure(error: BaseException, arguments: Sequence[Argument] = ()) -> Me
         return None
     if early is not None:
         needed, there = map(bytes_of, early.groups())
-        memory = _of_arguments(arguments, 0)
-        return dataclasses.replace(memory, peak=needed, available=there, refused=True)
+        memory = _of_arguments(_parted(arguments)[0], 0)
+        return dataclasses.replace(
+            memory, **_at_rest(arguments), peak=needed, available=there, refused=True
+        )
     assert over is not None
     there, beyond = map(bytes_of, over.groups())
     program, code = _size(r"^    program +", text), _size(r"^    overlays +", text)
     outputs, shared = _size("^Output size ", text), _size("; shares ", text)
     return dataclasses.replace(
-        _of_arguments(arguments, _size("^    arguments +", text)),
+        _of_arguments(_parted(arguments)[0], _size("^    arguments +", text)),
+        **_at_rest(arguments),
         outputs_not_aliased=outputs - shared,
         temporaries=program - code,
         code=code,
@@ -207,36 +256,49 @@ def from_failure(error: BaseException, arguments: Sequence[Argument] = ()) -> Me
     )
 
 
-def memory_table(memory: Memory) -> str:
-    """The figures as plain text.
-
-    Args:
-        memory: the figures.
-
-    Returns:
-        Lines of aligned columns, then the verdict, without a line break at the end.
-    """
-    told = [
-        (name, size, None if memory.refused and not size else least)
-        for name, size, least in _rows(memory)
-    ]
-    rows = [row for row in told if row[1] or row[2] is not None]
-    lines = [*_table_lines(rows), memory.verdict]
-    if memory.aliased:
-        in_place = human_bytes(memory.aliased)
-        lines.append(f"{in_place} of outputs take the place of donated arguments")
-    if memory.host:
-        lines.append(f"{human_bytes(memory.host)} in host memory")
-    if memory.unused:
-        unused = human_bytes(memory.unused)
-        lines.append(f"{unused} of the arguments are not used, and not in the peak")
-    if memory.refused:
-        lines.append("the compiler refused the program; figures are those of its message")
-    return "\n".join([*lines, *_buffer_lines(memory.buffers)])
-
-
 # --------------------------------------------------------------------------------------------------
 # Figures
+
+
+def _on_host(host: Memory, share: HostShare, stats: Any, taken: int) -> dict[str, Any]:
+    """The figures of host memory, from the arguments there, what they share, and the bytes of those taken."""
+    code = stats.host_generated_code_size_in_bytes
+    temporaries = stats.host_temp_size_in_bytes
+    return {
+        "host_parameters": host.parameters,
+        "host_optimizer": host.optimizer,
+        "host_rest": host.rest,
+        "host_padding": share.arguments - taken,
+        "host_outputs": share.outputs - share.aliased,
+        "host_temporaries": temporaries,
+        "host_code": code,
+        "host_told": share.told,
+        "host": share.arguments + share.outputs - share.aliased + temporaries + code,
+    }
+
+
+def _at_rest(arguments: Sequence[Argument]) -> dict[str, int]:
+    """The arguments in host memory, of which the compiler's message does not tell."""
+    host = _of_arguments(_parted(arguments)[1], 0)
+    kinds = {f"host_{kind}": getattr(host, kind) for kind in ("parameters", "optimizer", "rest")}
+    return kinds | {"host": host.persistent}
+
+
+def _parted(arguments: Sequence[Argument]) -> tuple[list[Argument], list[Argument]]:
+    """Those in the device's memory, and those in host memory."""
+    there = [each for each in arguments if is_on_host(each.memory_kind)]
+    return [each for each in arguments if not is_on_host(each.memory_kind)], there
+
+
+def _verdict(size: int, available: int | None, fits: bool | None) -> str:
+    if available is None:
+        return f"needs {human_bytes(size)}"
+    needed, there = human_bytes(size), human_bytes(available)
+    if needed == there:
+        needed, there = f"{size:,}", f"{available:,} B"
+    elif needed.split()[1] == there.split()[1]:
+        needed = needed.split()[0]
+    return f"{'fits' if fits else 'does not fit'}: {needed} of {there}"
 
 
 def _of_arguments(arguments: Sequence[Argument], taken: int) -> Memory:
@@ -257,53 +319,3 @@ def _size(label: str, text: str) -> int:
     """The size behind a label of a refusal; 0 if the compiler does not know it."""
     found = re.search(rf"{label}([\d.]+[BKMGT])", text, re.M)
     return bytes_of(found[1]) if found else 0
-
-
-# --------------------------------------------------------------------------------------------------
-# Text
-
-
-def _rows(memory: Memory) -> list[tuple[str, int, int | None]]:
-    """Name, bytes and least bytes of each line of the table."""
-    return [
-        ("parameters", memory.parameters, memory.parameters_minimum),
-        ("optimizer state", memory.optimizer, memory.optimizer_minimum),
-        ("other arguments", memory.rest, None),
-        ("padding to tiles", memory.padding, None),
-        ("outputs", memory.outputs_not_aliased, None),
-        ("temporaries", memory.temporaries, None),
-        ("code", memory.code, None),
-        ("peak", memory.peak, None),
-    ]
-
-
-def _table_lines(rows: Sequence[tuple[str, int, int | None]]) -> list[str]:
-    if len(rows) == 1:
-        return [_TITLE]
-    minima = any(least is not None for _, _, least in rows)
-    cells = [
-        (name, human_bytes(size), *(_against(size, least) if minima else ()))
-        for name, size, least in rows
-    ]
-    header = (_TITLE, "bytes", *(("minimum", "ratio") if minima else ()))
-    first, *lines, last = aligned([header, *cells], left=1)
-    rule = "-" * max(map(len, [first, *lines, last]))
-    return [first, rule, *lines, rule, last]
-
-
-def _against(size: int, least: int | None) -> tuple[str, str]:
-    if least is None:
-        return "", ""
-    return human_bytes(least), f"{size / least:.3f}" if least else "-"
-
-
-def _buffer_lines(buffers: Sequence[Buffer]) -> list[str]:
-    if not buffers:
-        return []
-    counts: dict[tuple[str, ...], int] = {}
-    for each in buffers:
-        array = f"{each.dtype}[{','.join(map(str, each.shape))}]" if each.dtype else ""
-        cells = (human_bytes(each.bytes), array, each.kind, each.op_name or each.instruction)
-        counts[cells] = counts.get(cells, 0) + 1
-    lines = [(f"{count} x" if count > 1 else "", *cells) for cells, count in counts.items()]
-    return ["", "largest buffers at the peak", *(f"  {line}" for line in aligned(lines, left=5))]

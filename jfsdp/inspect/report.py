@@ -12,7 +12,8 @@ import jax
 from .collective import KINDS, Collective, check_kind
 from .contract import Departure, PolicyViolation, Promise
 from .difference import Difference, difference
-from .memory import Memory, memory_table
+from .memory import Argument, Memory
+from .memory_table import memory_table
 from .networks import Networks, is_slow
 from .networks_table import bytes_by_network, network_table
 from .overlap import PHASES, overlap, overlap_by_kind, overlap_line
@@ -21,7 +22,9 @@ from .selection import selected
 from .sizes import parse_bytes
 from .stored import stored_departures
 from .table import render
+from .transfers import Traffic, traffic_line
 from .verify import departures
+from .verify_host import host_departures
 
 __all__ = ["Report"]
 
@@ -45,6 +48,10 @@ class Report:
         constants: bytes of arrays that are written into the program.
         lowered: the report of the same step as it was written, if this one is of the compiled program.
         networks: what joins the devices; None where that is not known.
+        arguments: of the step, as far as they were named.
+        results: the arrays that it returns.
+        traffic: what one step moves to and from host memory. For CPU, whose programs have one memory, it is
+            that of the program as it is written; None if that was lowered already.
     """
 
     collectives: tuple[Collective, ...]
@@ -58,6 +65,9 @@ class Report:
     constants: int = 0
     lowered: Report | None = None
     networks: Networks | None = None
+    arguments: tuple[Argument, ...] = ()
+    results: tuple[Argument, ...] = ()
+    traffic: Traffic | None = None
 
     def check(
         self, *, calls: int = 1, tolerance: float = 0.01, memory: int | str | None = None
@@ -70,8 +80,10 @@ class Report:
         gradient of that size all-reduced in place of a reduce-scatter; that no gather or reduce-scatter
         crosses TPU slices or GPU hosts if its shard axes lie inside one; that no parameters are constants
         of the program; that parameters and optimizer state take the stated bytes and, if they are donated,
-        that all of them are reused; that the step fits. Compilers for CPU turn bfloat16 collectives into
-        float32 ones: there dtypes and bytes are read from the program before compilation.
+        that all of them are reused; that the step fits; that what is to lie in host memory does, as it comes
+        and as it goes, and nothing else; that the device only copies there, and the host computes only what
+        `compute_on` asks for. Compilers for CPU turn bfloat16 collectives into float32 ones: there dtypes and
+        bytes are read from the program before compilation.
 
         Args:
             calls: how often the step calls the model, for example on microbatches.
@@ -129,6 +141,14 @@ class Report:
             networks=self.networks,
         )
         available = parse_bytes(memory) if memory is not None else None
+        found += host_departures(
+            self.promises,
+            self.arguments,
+            self.results,
+            self.traffic,
+            self.traffic if self.lowered is None else self.lowered.traffic,
+            self.memory,
+        )
         return [*found, *stored_departures(self.constants, self.memory, available)]
 
     def _readable(self) -> Report:
@@ -146,7 +166,7 @@ class Report:
         Returns:
             Every figure that is not the same: collectives by kind, axes, dtype and phase, and memory.
         """
-        own, others = ({} if r.memory is None else r.memory.by_name() for r in (self, other))
+        own, others = ({} if r.memory is None else r.memory.by_place() for r in (self, other))
         return difference(self.collectives, other.collectives, own, others)
 
     @property
@@ -257,7 +277,7 @@ class Report:
         return to_html(self, title)
 
     def as_dict(self) -> dict[str, Any]:
-        """Version, target, mesh, memory, collectives, their sums, minima, networks and overlap, for JSON."""
+        """All of it for JSON, with sums and the bytes of each network."""
         return {
             "jax_version": self.jax_version,
             "target": self.target,
@@ -270,6 +290,7 @@ class Report:
             "overlap": overlap_by_kind(self.collectives),
             "memory": None if self.memory is None else self.memory.as_dict(),
             "constants": self.constants,
+            "host_traffic": None if self.traffic is None else self.traffic.as_dict(),
             "collectives": [dataclasses.asdict(record) for record in self.collectives],
             "lowered": None if self.lowered is None else self.lowered.as_dict(),
         }
@@ -282,6 +303,7 @@ class Report:
             table = render(title, self.rows, self.totals, self.minima)
             parts = ["\n".join(filter(None, [table, overlap_line(self.collectives)]))]
             parts += filter(None, [network_table(self.collectives, self.promises, self.networks)])
+        parts += filter(None, [traffic_line(self.traffic)])
         if self.memory is not None:
             parts.append(memory_table(self.memory))
         return "\n\n".join(parts)

@@ -32,17 +32,28 @@ def stored_departures(
     if memory is None:
         return
     for name, size, least in (
-        ("parameters", memory.parameters, memory.parameters_minimum),
-        ("optimizer state", memory.optimizer, memory.optimizer_minimum),
+        ("parameters, per device", memory.parameters, memory.parameters_minimum),
+        ("optimizer state, per device", memory.optimizer, memory.optimizer_minimum),
+        (
+            "parameters in host memory, per device",
+            memory.host_parameters,
+            memory.host_parameters_minimum,
+        ),
+        (
+            "optimizer state in host memory, per device",
+            memory.host_optimizer,
+            memory.host_optimizer_minimum,
+        ),
     ):
         if least is not None and size > least * 1.001 + SMALL:
             yield Departure(
                 "",
-                f"bytes of the {name}, per device",
+                f"bytes of the {name}",
                 f"at most {human_bytes(least)}",
                 f"{human_bytes(size)} ({size / max(least, 1):.3f}x)",
             )
     state = memory.parameters + memory.optimizer
+    state += memory.host_parameters + memory.host_optimizer
     if 0 < memory.aliased < state * 0.999:
         yield Departure(
             "",
@@ -55,3 +66,7 @@ def stored_departures(
         yield Departure(
             "", "memory, per device", f"at most {human_bytes(limit)}", human_bytes(memory.peak)
         )
+    if memory.host_available is not None and memory.host > memory.host_available:
+        share = f"at most {human_bytes(memory.host_available)}"
+        found = human_bytes(memory.host) + (f": {memory.host_limit}" if memory.host_limit else "")
+        yield Departure("", "host memory, per device", share, found)

@@ -35,6 +35,7 @@ class Target:
         network_bandwidth: bytes/s per device in one direction between TPU slices or GPU hosts.
         devices_per_host: how many GPUs share NVLink; 0 for TPUs, where ICI joins hosts.
         source: where each figure is from.
+        host_memory_bytes: a device's share of its host's memory; None where there are hosts of many sizes.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Target:
     network_bandwidth: float
     devices_per_host: int
     source: str
+    host_memory_bytes: int | None = None
 
 
 @functools.cache
@@ -111,5 +113,6 @@ def _target(device: Device, chips: int) -> Target | None:
                 network_bandwidth=known["network_bandwidth"],
                 devices_per_host=known.get("devices_per_host", 0),
                 source="\n".join(f"{key}: {text}" for key, text in known["sources"].items()),
+                host_memory_bytes=known.get("host_memory"),
             )
     return None
