@@ -8,7 +8,8 @@ one program computes the state with them as `out_shardings`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.layout import axes_of_entry, lay, named_sharding, one_mesh, to_spec
 from jfsdp.mesh import AnyMesh, describe_mesh
+from jfsdp.offload import PINNED, is_on_host, memory_kind_of, to_device
+from jfsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = [
     "Parameter",
@@ -25,18 +28,31 @@ __all__ = [
     "finer_spec",
     "init_like",
     "init_optimizer",
+    "lies_as",
     "names_of",
+    "owner_of",
     "shardings_like",
     "spec_in_shape",
+    "state_kind",
 ]
 
 Parameter = tuple[tuple[str, ...], tuple[int, ...], PartitionSpec]
 """Where a parameter lies: the names of its path, its shape, its spec."""
 
+Kinds = Mapping[tuple[str, ...], str | None]
+"""The kind of host memory for what lies as a parameter, by the names of its path; None: the device's own."""
 
-def init_optimizer(tx: Any, params: Any, *, shard_over: str | Sequence[str] | None = None) -> Any:
+
+def init_optimizer(
+    tx: Any,
+    params: Any,
+    *,
+    shard_over: str | Sequence[str] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> Any:
     """The state of an optax optimizer for a pytree of parameters: see `jfsdp.init_optimizer`."""
     leaves = _checked_leaves(params)
+    kinds = {path: _kind(leaf, offload_policy) for path, leaf in leaves.items()}
     if any(isinstance(leaf, Tracer) for leaf in leaves.values()):
         mesh, specs = _typed(leaves)
     else:
@@ -48,23 +64,57 @@ def init_optimizer(tx: Any, params: Any, *, shard_over: str | Sequence[str] | No
     ]
     if isinstance(params, optax.LookaheadParams):  # the state is that of `fast` alone
         parameters = [(path[1:], shape, spec) for path, shape, spec in parameters]
+        kinds = {path[1:]: kind for path, kind in kinds.items()}
     axes = () if shard_over is None else checked_axes(shard_over, mesh)
-    return init_like(tx, params, parameters, mesh, axes)
+    return init_like(tx, params, parameters, mesh, axes, kinds)
+
+
+def state_kind(offload_policy: OffloadPolicy) -> str | None:
+    """The kind of host memory in which a policy keeps optimizer state; None for the device's own.
+
+    Raises:
+        TypeError: it is no offload policy.
+    """
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            "init_optimizer: offload_policy must be jfsdp.OffloadPolicy() or jfsdp.CPUOffloadPolicy(), got "
+            f"{offload_policy!r}."
+        )
+    if not isinstance(offload_policy, CPUOffloadPolicy) or not offload_policy.optimizer_state:
+        return None
+    return offload_policy.memory_kind
+
+
+def _kind(parameter: Any, offload_policy: OffloadPolicy | None) -> str | None:
+    if offload_policy is not None:
+        return state_kind(offload_policy)
+    if isinstance(parameter, Tracer):
+        return PINNED if is_on_host(parameter) else None
+    return memory_kind_of(parameter)
 
 
 def init_like(
-    tx: Any, params: Any, parameters: Iterable[Parameter], mesh: AnyMesh, axes: Sequence[str] = ()
+    tx: Any,
+    params: Any,
+    parameters: Iterable[Parameter],
+    mesh: AnyMesh,
+    axes: Sequence[str] = (),
+    kinds: Kinds = MappingProxyType({}),
 ) -> Any:
-    """`tx.init(params)`, laid by `parameters`, over `axes` too.
+    """`tx.init(params)`, laid by `parameters`, over `axes` too, in memory of these kinds.
 
     Raises:
         ValueError: there are axes, and no array of the state can be sharded over them.
     """
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-    state = tx.init(params) if traced else jax.eval_shape(tx.init, params)
+
+    def init(params: Any) -> Any:
+        return tx.init(jax.tree.map(to_device, params))
+
+    state = init(params) if traced else jax.eval_shape(init, params)
     finer = [(path, shape, finer_spec(spec, shape, axes, mesh)) for path, shape, spec in parameters]
-    shardings = shardings_like(state, finer, mesh)
+    shardings = shardings_like(state, finer, mesh, kinds)
     _check_sharded(axes, mesh, shardings, state)
     if traced:
         return jax.tree.map(lay, state, shardings)
@@ -74,7 +124,7 @@ def init_like(
         return state
     # By leaves: a state holds boxes and masks that no tree of shardings would match.
     make = jax.jit(
-        lambda params: jax.tree.leaves(tx.init(params)), out_shardings=jax.tree.leaves(shardings)
+        lambda params: jax.tree.leaves(init(params)), out_shardings=jax.tree.leaves(shardings)
     )
     return jax.tree.unflatten(jax.tree.structure(state), make(params))
 
@@ -83,7 +133,12 @@ def _described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
-def shardings_like(tree: Any, parameters: Iterable[Parameter], mesh: AnyMesh) -> Any:
+def shardings_like(
+    tree: Any,
+    parameters: Iterable[Parameter],
+    mesh: AnyMesh,
+    kinds: Kinds = MappingProxyType({}),
+) -> Any:
     """Where each array of a train state lies, by the parameters it belongs to.
 
     A leaf belongs to the parameter whose path its own path ends with, to the longest of several. If it
@@ -93,6 +148,7 @@ def shardings_like(tree: Any, parameters: Iterable[Parameter], mesh: AnyMesh) ->
         tree: arrays, abstract arrays and Python numbers, in any pytree.
         parameters: the names of the path (see `names_of`), the shape and the spec of each.
         mesh: the mesh of all of them.
+        kinds: the kind of host memory for what lies as a parameter; the others lie in the device's own.
 
     Returns:
         `tree` with a NamedSharding in place of every leaf.
@@ -101,32 +157,34 @@ def shardings_like(tree: Any, parameters: Iterable[Parameter], mesh: AnyMesh) ->
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         shape = tuple(getattr(leaf, "shape", ()))
-        return named_sharding(mesh, _spec_like(names_of(path), shape, known), len(shape))
+        end = owner_of(names_of(path), known)
+        spec = None if end is None else spec_in_shape(known[end][1], known[end][0], shape)
+        if end is None or spec is None:
+            return named_sharding(mesh, PartitionSpec(), len(shape))
+        return named_sharding(mesh, spec, len(shape), kinds.get(end))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def _spec_like(
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    known: Mapping[tuple[str, ...], tuple[tuple[int, ...], PartitionSpec]],
-) -> PartitionSpec:
+def owner_of(names: tuple[str, ...], paths: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The longest of some paths that `names` ends with; None if it ends with none."""
     ends = (names[start:] for start in range(len(names) + 1))
-    found = next((known[end] for end in ends if end in known), None)
-    if found is None:
-        return PartitionSpec()
-    of, spec = found
-    return spec_in_shape(spec, of, shape) or PartitionSpec()
+    return next((end for end in ends if end in paths), None)
 
 
 def spec_in_shape(
     spec: PartitionSpec, of: Sequence[int], shape: Sequence[int]
 ) -> PartitionSpec | None:
     """The spec of an array that is `of` with dimensions in front, or none; None for other arrays."""
-    front = len(shape) - len(of)
-    if front < 0 or tuple(shape[front:]) != tuple(of):
+    if not lies_as(of, shape):
         return None
-    return to_spec([()] * front + [axes_of_entry(entry) for entry in spec])
+    return to_spec([()] * (len(shape) - len(of)) + [axes_of_entry(entry) for entry in spec])
+
+
+def lies_as(of: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether an array is of the shape `of` with dimensions in front, or none."""
+    front = len(shape) - len(of)
+    return front >= 0 and tuple(shape[front:]) == tuple(of)
 
 
 def names_of(path: Iterable[Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from flax import nnx as flax_nnx
 
-from jfsdp import linen, nnx, optimizer
+from jfsdp import linen, nnx, optimizer, updates
 from jfsdp.api import described, shard
 from jfsdp.born import born_sharded
 from jfsdp.layout import whole
@@ -17,8 +17,9 @@ from jfsdp.mesh import AnyMesh, mesh_known_to_traced_code
 from jfsdp.nnx_init import init_module
 from jfsdp.nnx_optimizer import init_module_optimizer
 from jfsdp.nnx_tree import mesh_of
+from jfsdp.policies import OffloadPolicy
 
-__all__ = ["init", "init_optimizer", "unshard"]
+__all__ = ["init", "init_optimizer", "unshard", "update_optimizer"]
 
 S = TypeVar("S")
 
@@ -91,7 +92,13 @@ def init(
 
 
 def init_optimizer(
-    tx: Any, params: Any, *, wrt: Any = None, shard_over: str | Sequence[str] | None = None
+    tx: Any,
+    params: Any,
+    *,
+    wrt: Any = None,
+    shard_over: str | Sequence[str] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    update_on: str | None = None,
 ) -> Any:
     """Make the state of an optax optimizer, each array born where it belongs.
 
@@ -109,18 +116,26 @@ def init_optimizer(
             "replica" with HSDP for a state over all devices, the one axis of a mesh of copies for ZeRO-1.
             On the dimension that is sharded already if it divides, else on the largest other one that
             does; what cannot be stays as its parameter. None: nothing more.
+        offload_policy: in which memory the arrays which lie as a parameter are: `CPUOffloadPolicy()` on the
+            host, also where the parameters are on the device; `OffloadPolicy()` on the device, wherever the
+            parameters are. None: of arrays in the parameter's own memory, of a module as its units' policies
+            say. All else is on the device.
+        update_on: of a module with anything on the host, where `update` computes: `on` of
+            `jfsdp.update_optimizer`.
 
     Returns:
         What `tx.init(params)` returns; of a module `nnx.Optimizer(module, tx, wrt=wrt)`, whose `update`
-        keeps parameters and state where they are. In your own step with optax give
-        `jfsdp.shardings((params, state))` as `out_shardings` for that.
+        keeps parameters and state where they are, and returns None where anything is on the host: the
+        updates are not kept. In your own step with optax give `jfsdp.shardings((params, state))` as
+        `out_shardings` for that, and with arrays on the host take `jfsdp.update_optimizer`.
 
     Raises:
         ValueError: a parameter lies on no mesh, or two lie on different ones; `shard_over` names no
             axis, one that the mesh lacks or none larger than 1, or no array of the state can be sharded
-            over them; nothing in the module is sharded; `wrt` is given without a module; the call is
-            inside jit, the parameters are no module and the mesh's axes are not all Explicit.
-        TypeError: a parameter is no array, or `shard_over` no names.
+            over them; nothing in the module is sharded; `wrt` or `update_on` is given without a module, or
+            `update_on` is unknown; the call is inside jit, the parameters are no module and the mesh's axes
+            are not all Explicit.
+        TypeError: a parameter is no array, `shard_over` no names, or `offload_policy` no such policy.
 
     Memory: that of the state, a part of it on each device, and never a whole array on one of them.
     Communication: none here. In the step `shard_over` costs an all-gather of the updated parameters over
@@ -139,13 +154,88 @@ def init_optimizer(
     """
     if isinstance(params, flax_nnx.Module):
         wrt = flax_nnx.Param if wrt is None else wrt
-        return init_module_optimizer(tx, params, wrt=wrt, shard_over=shard_over)
+        return init_module_optimizer(
+            tx,
+            params,
+            wrt=wrt,
+            shard_over=shard_over,
+            offload_policy=offload_policy,
+            update_on=update_on,
+        )
     if wrt is not None:
         raise ValueError(
             "init_optimizer: wrt chooses Variables of an nnx.Module, but the parameters are of type "
             f"{type(params).__name__}. Give only those that are trained."
         )
-    return optimizer.init_optimizer(tx, params, shard_over=shard_over)
+    if update_on is not None:
+        raise ValueError(
+            "init_optimizer: update_on is for an nnx.Module, whose nnx.Optimizer remembers it, but the "
+            f"parameters are of type {type(params).__name__}. Give it to the step: "
+            f"jfsdp.update_optimizer(tx, grads, state, params, on={update_on!r})."
+        )
+    return optimizer.init_optimizer(
+        tx, params, shard_over=shard_over, offload_policy=offload_policy
+    )
+
+
+def update_optimizer(
+    tx: Any, grads: Any, state: Any, params: Any, *, on: str | None = None, **extra: Any
+) -> tuple[Any, Any]:
+    """Do an optimizer's step where parameters, gradients or state may lie in host memory.
+
+    `tx.update` and `optax.apply_updates`, and every array of the result in the memory in which it came.
+    Nothing is added where all arrays are on the device. Works in `jax.jit`, in a `shard_map` and outside of
+    both. Wherever arrays lie, a global norm is that of all gradients (in a `shard_map`, as ever, of one
+    device's parts).
+
+    Args:
+        tx: an `optax.GradientTransformation`.
+        grads: in the structure of the parameters; in any memory, also in another than its parameter.
+        state: what `jfsdp.init_optimizer(tx, params)` made.
+        params: arrays in any pytree.
+        on: "device": what lies on the host is copied to the device by groups of parameters, and the results
+            back; the arrays of two groups are there at a time. A group is one parameter, or small ones
+            together. "host": the host computes what belongs to a parameter that has anything there. None:
+            "device", for the reasons in `jfsdp/updates.py`.
+        **extra: what `tx.update` takes in addition.
+
+    Returns:
+        The new parameters and the new state.
+
+    Raises:
+        ValueError: `on` is neither; gradients and parameters differ in structure (their paths are listed), or
+            the state is none of these parameters; `tx` returns a state of another structure, or has side
+            effects, and arrays are on the host; on="host", and the update has a loop that makes arrays of its
+            own.
+
+    Memory: on="device": on the device twice the gradient, the parameter, and K bytes of state for each
+    element of the largest parameter's shard, however many parameters there are. on="host": nothing on the
+    device; on the host once more what is updated, because compilers copy what the host computed into place.
+
+    Communication: none that optax would not do; between host and device P * (s + K)/F bytes each way for P
+    parameters of s bytes over F shards, the gradients to the device, and once more for what needs them
+    before, such as a global norm. on="host": nothing of what lies there; what a parameter has on the device
+    goes there, and what is new of it comes back.
+
+    Numerics: the equations are those of optax. What a norm of updates needs is computed twice, and of a
+    `jax.lax.cond` over several parameters both branches are: compilers may round that otherwise.
+
+    Reference: PyTorch FSDP2, where `CPUOffloadPolicy` leaves the step to an optimizer on the CPU.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jfsdp, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> host = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
+        >>> params = {"w": jax.device_put(jnp.ones(8), host)}
+        >>> tx = optax.adam(1e-3)
+        >>> state = jfsdp.init_optimizer(tx, params)
+        >>> step = jax.jit(lambda params, state: jfsdp.update_optimizer(tx, params, state, params))
+        >>> params, state = step(params, state)
+        >>> params["w"].sharding.memory_kind, state[0].mu["w"].sharding.memory_kind
+        ('pinned_host', 'pinned_host')
+    """
+    return updates.update_optimizer(tx, grads, state, params, on=on, **extra)
 
 
 def unshard(tree: S) -> S:
