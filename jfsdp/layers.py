@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,44 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jfsdp.activations import Value
+from jfsdp.offload import is_on_host, to_device, to_host
 from jfsdp.pullback import differentiable, is_floating, is_variable
 
-__all__ = ["Derivative", "at", "chosen", "join", "put", "shards_at", "values_of"]
+__all__ = [
+    "Derivative",
+    "HostStack",
+    "at",
+    "chosen",
+    "filled",
+    "join",
+    "put",
+    "shards_at",
+    "values_of",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStack:
+    """What each layer of a loop leaves in host memory: of the last layer, which stands outside of it, apart.
+
+    To put that one into the stack XLA for TPUs would make a copy of the stack, and of both a larger one.
+
+    Attributes:
+        length: the number of layers.
+        stack: of all layers but the last; None if there are no others.
+        last: of the last layer.
+    """
+
+    length: int
+    stack: Any
+    last: Any
+
+    def at(self, number: Any) -> Any:
+        """One layer; the last one by a number that is not traced."""
+        if isinstance(number, int) and number == self.length - 1:
+            return self.last
+        return jax.lax.dynamic_index_in_dim(self.stack, number, keepdims=False)
 
 
 class Derivative:
@@ -22,6 +58,7 @@ class Derivative:
         active: of its constants, carry, weights and other operands, whether they are differentiated.
         outputs: of the carry and of what is stacked, whether they have cotangents.
         needed: of its weights, whether the backward pass takes them whole.
+        names: those of what is kept, by which it may wait on the host.
     """
 
     def __init__(
@@ -30,6 +67,7 @@ class Derivative:
         given: Sequence[Sequence[Any]],
         active: Sequence[Sequence[bool]],
         dropped: Sequence[bool],
+        named: Sequence[Sequence[Value]] | None,
     ):
         """Trace and differentiate a layer.
 
@@ -39,6 +77,7 @@ class Derivative:
             given: arrays or types of those four.
             active: for each whether it is differentiated.
             dropped: for each weight whether the backward pass gathers it again.
+            named: for each the value that it is, if any waits on the host.
         """
         consts, carry, self.weights, xs = self._types = given
         self.active = active
@@ -57,7 +96,9 @@ class Derivative:
             rest,
             [x for part in _split(again, active) for x in part],
             [x for part in _split(present, active) for x in part],
+            None if named is None else [x for part in _split(named, active) for x in part],
         )
+        self.names = self._pullback.names
         flags, count = self._pullback.needed, len(arguments)
         self.needed = join(flags[:count], flags[count:], active)[2]
 
@@ -67,6 +108,8 @@ class Derivative:
         """One layer: the carry; what is stacked, and after it what is kept."""
         split = _split((consts, carry, wholes, xs), self.active)
         results, others, kept = self._pullback.forward(*split)
+        both = zip(kept, self._pullback.on_host, strict=True)
+        kept = [x if value is None else to_host(x) for x, value in both]
         carry, stacked = join(results, others, self.outputs)
         return carry, [*stacked, *kept]
 
@@ -112,7 +155,12 @@ def values_of(env: Mapping[Any, Any], atoms: Sequence[Any]) -> list[Any]:
 
 def at(stacks: Sequence[Any], number: Any) -> list[Any]:
     """One layer of each."""
-    return [jax.lax.dynamic_index_in_dim(x, number, keepdims=False) for x in stacks]
+    return [
+        x.at(number)
+        if isinstance(x, HostStack)
+        else jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+        for x in stacks
+    ]
 
 
 def shards_at(stacks: Sequence[Any], number: Any) -> list[Any]:
@@ -121,7 +169,22 @@ def shards_at(stacks: Sequence[Any], number: Any) -> list[Any]:
     XLA for GPUs would transpose the whole stack before the loop, and that of the gradients after it (H100, 8
     blocks of width 512, jax 0.12.0.1: 4 MB more).
     """
-    return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in at(stacks, number)]
+    return [
+        to_device(x) if is_on_host(x) else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+        for x in at(stacks, number)
+    ]
+
+
+def filled(kept: Sequence[Any], place: Callable[[Any], Any]) -> list[Any]:
+    """Stacks with something else in place of each array of theirs."""
+    return [
+        dataclasses.replace(
+            x, stack=None if x.stack is None else place(x.stack), last=place(x.last)
+        )
+        if isinstance(x, HostStack)
+        else place(x)
+        for x in kept
+    ]
 
 
 def put(stacks: Sequence[Any], values: Sequence[Any], number: Any) -> list[Any]:

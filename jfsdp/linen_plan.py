@@ -63,6 +63,8 @@ class Settings:
         units: which modules inside become units of their own, as `jfsdp.shard` takes it.
         shard_placement_fn: as `jfsdp.shard` takes it.
         ignored_params: likewise.
+        memory: for parameters that `jfsdp.offload_by_budget` has chosen, by dotted path, the kind of memory
+            of each and that of its state.
         found: plans of earlier calls, each with the attributes of the module that it is of.
     """
 
@@ -70,9 +72,16 @@ class Settings:
     units: Any = ()
     shard_placement_fn: Callable[[str, Any], Any] | None = None
     ignored_params: Any = None
+    memory: tuple[tuple[str, tuple[str | None, str | None]], ...] = ()
     found: list[tuple[dict[str, Any], ModulePlan]] = dataclasses.field(
         default_factory=list, compare=False, repr=False
     )
+
+    def kept(self, path: str, placement: Placement) -> Placement:
+        """The placement of the parameter at this dotted path, in the memory chosen for it, if any."""
+        own = (placement.memory_kind, placement.state_memory_kind)
+        kind, of_state = dict(self.memory).get(path, own)
+        return dataclasses.replace(placement, memory_kind=kind, state_memory_kind=of_state)
 
     def keep(self, module: Any, plan: ModulePlan) -> None:
         """Remember the plan of a module that has these settings."""

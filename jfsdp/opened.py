@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
+from jfsdp.activations import inside
 from jfsdp.pullback import is_variable, run_equations
 
 __all__ = ["opened"]
@@ -58,7 +59,8 @@ def _run(jaxpr: Any, consts: Sequence[Any], given: Sequence[tuple[Any, bool]]) -
         outputs = [v for v in equation.outvars if not isinstance(v, jex.DropVar)]
         if equation.primitive.name in _CALLS and any(flag for _, flag in operands):
             inner = equation.params["jaxpr"]
-            made = _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+            with inside(equation):
+                made = _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
             env.update(zip(equation.outvars, made, strict=True))
         else:
             values = run_equations(jaxpr, [equation], inputs, outputs, [env[v][0] for v in inputs])

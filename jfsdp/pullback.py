@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jfsdp._compat import function_of
+from jfsdp.activations import Value, values_in
+from jfsdp.offload import is_on_host, to_device
 
 __all__ = [
     "Pullback",
@@ -24,6 +26,7 @@ __all__ = [
     "is_variable",
     "run_equations",
     "variables",
+    "waiting",
 ]
 
 
@@ -34,22 +37,35 @@ class Pullback:
     Attributes:
         needed: which of its arguments the backward pass takes as they are, instead of keeping what is made
             of them.
+        on_host: for each array to keep the value that it is, if it has to wait on the host; None for others.
+        names: those of what is kept, here or there.
+        results: the values of the results, where values were asked for.
     """
 
     needed: tuple[bool, ...]
+    on_host: tuple[Value | None, ...]
+    names: frozenset[str]
+    results: tuple[Value, ...]
     _closed: Any
     _counts: tuple[int, int]
     _treedef: Any
     _again: tuple[bool, ...]
+    _places: tuple[int, ...]
     _made_again: Callable[[Sequence[Any]], list[Any]]
 
     def forward(self, *arguments: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The results that have gradients, the others, and the arrays to keep for `backward`."""
+        """The results that have gradients, the others, and the arrays to keep for `backward`.
+
+        Those of `on_host` are still on the device.
+        """
         flat = jex.jaxpr_as_fun(self._closed)(*(x for values in arguments for x in values))
         first, second = self._counts
         residuals = flat[first + second :]
-        kept = [x for x, again in zip(residuals, self._again, strict=True) if not again]
-        return flat[:first], flat[first : first + second], kept
+        kept = {}
+        others = (x for x, again in zip(residuals, self._again, strict=True) if not again)
+        for place, x in zip(self._places, others, strict=True):
+            kept.setdefault(place, x)
+        return flat[:first], flat[first : first + second], list(kept.values())
 
     def backward(
         self, kept: Sequence[Any], needed: Sequence[Any], cotangents: Sequence[Any]
@@ -61,7 +77,8 @@ class Pullback:
             needed: the arguments of `needed`.
             cotangents: one for each result.
         """
-        again, others = iter(self._made_again(needed)), iter(kept)
+        kept = [x if v is None else to_device(x) for x, v in zip(kept, self.on_host, strict=True)]
+        again, others = iter(self._made_again(needed)), (kept[place] for place in self._places)
         leaves = [next(again) if is_again else next(others) for is_again in self._again]
 
         def transposed(leaves: list[Any], cotangents: list[Any]) -> list[Any]:
@@ -83,6 +100,7 @@ def differentiable(
     others: Sequence[Any],
     sources: Sequence[bool],
     given: Sequence[bool] | None = None,
+    values: Sequence[Value] | None = None,
 ) -> Pullback:
     """Differentiate a function at trace time.
 
@@ -93,6 +111,7 @@ def differentiable(
         sources: for each of both, whether the backward pass has it again: then neither it nor what is made
             of such alone is kept.
         given: for each of both, whether the backward pass has it as it is, but nothing is made of it again.
+        values: for each of both the value that it is, to tell what waits on the host; None if nothing does.
     """
     treedefs: list[Any] = []
 
@@ -119,14 +138,48 @@ def differentiable(
     read = set(wanted).union(*(variables(e.invars) for e in equations))
     needed = tuple(v in read for v in jaxpr.invars)
     taken = [v for v in jaxpr.invars if v in read]
+    kept = [v for v, is_again in zip(residuals, again, strict=True) if not is_again]
+    known = {} if values is None else values_in(jaxpr, values)
+    places, on_host = waiting(kept, known)
     return Pullback(
         needed,
+        on_host,
+        frozenset().union(*(known[v].names for v in kept if v in known)),
+        tuple(
+            known.get(v, Value()) if is_variable(v) else Value()
+            for v in jaxpr.outvars[: first + second]
+        ),
         closed,
         (first, second),
         treedef,
         again,
+        places,
         lambda values: run_equations(jaxpr, equations, taken, wanted, values),
     )
+
+
+def waiting(
+    kept: Sequence[Any], known: Mapping[Any, Value]
+) -> tuple[tuple[int, ...], tuple[Value | None, ...]]:
+    """For each operand its place among the arrays to keep, and which values of those wait on the host.
+
+    One value that goes to the host goes once, though it be several operands.
+    """
+    places: list[int] = []
+    arrays: list[Value | None] = []
+    found: dict[Value, int] = {}
+    for operand in kept:
+        value = known.get(operand) if is_variable(operand) else None
+        if value is None or not value.names or is_on_host(operand.aval) or not operand.aval.ndim:
+            value = None
+        elif value in found:
+            places.append(found[value])
+            continue
+        else:
+            found[value] = len(arrays)
+        places.append(len(arrays))
+        arrays.append(value)
+    return tuple(places), tuple(arrays)
 
 
 def _leading_to(wanted: Iterable[Any], equations: Iterable[Any], made: Mapping[Any, Any]) -> list:

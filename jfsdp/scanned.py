@@ -15,7 +15,19 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp._compat import function_of, scan_counts
-from jfsdp.layers import Derivative, at, chosen, join, put, shards_at, values_of
+from jfsdp.activations import Value, inside
+from jfsdp.layers import (
+    Derivative,
+    HostStack,
+    at,
+    chosen,
+    filled,
+    join,
+    put,
+    shards_at,
+    values_of,
+)
+from jfsdp.offload import is_on_host
 from jfsdp.opened import opened
 from jfsdp.pieces import Piece
 from jfsdp.pullback import add, is_floating, is_variable
@@ -52,7 +64,7 @@ class Loop:
         body = opened(
             getattr(jaxpr, "jaxpr", jaxpr), consts, [False] * (first + second) + self._is_layer
         )
-        self._body = function_of(*body)
+        self._body, self._equation = function_of(*body), equation
         self._unroll = params["unroll"]
         # NNX hands all weights back, whole, layer by layer: what nobody reads is not stacked.
         self._read = [v in piece.outputs for v in equation.outvars[second:]]
@@ -78,6 +90,7 @@ class Loop:
         active: set[Any],
         dropped: set[Any],
         keep: Callable[[Any], int],
+        values: Mapping[Any, Value] | None,
     ) -> tuple[dict[Any, Any], LoopRecord | None]:
         """The outputs, and what the backward pass needs; as `schedule` records other pieces."""
         operands = (*self.consts, *self.carry, *self._xs)
@@ -98,19 +111,26 @@ class Loop:
                 [is_variable(x) and x in active for x in self.others],
             ),
             [v in dropped for v in self.layers],
+            None if values is None else self._values(values),
         )
         results = self.forward(env, shards, lambda *layer: derivative.forward(consts, *layer))
-        kept = [keep(x) for x in results[len(self.outputs) :]]
+        kept = filled(results[len(self.outputs) :], keep)
         operands = [keep(x) for x in (*consts, *others)]
         record = LoopRecord(self, derivative, kept, operands)
         return dict(zip(self.outputs, results, strict=False)), record
+
+    def _values(self, known: Mapping[Any, Value]) -> list[list[Value]]:
+        """The values of a layer's constants, carry, weights and other operands."""
+        consts = [known[x] if is_variable(x) else Value() for x in self.consts]
+        return [consts, *([Value() for _ in x] for x in (self.carry, self.layers, self.others))]
 
     def layer(
         self, consts: list[Any], carry: list[Any], wholes: list[Any], xs: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One layer: the carry, and what is stacked."""
         (given,) = join(wholes, xs, [self._is_layer])
-        results = self._body(*consts, *carry, *given)
+        with inside(self._equation):
+            results = self._body(*consts, *carry, *given)
         return results[: len(carry)], chosen(results[len(carry) :], self._read)
 
     def forward(self, env: Mapping[Any, Any], shards: Mapping[Any, Any], layer: Layer) -> list[Any]:
@@ -128,7 +148,8 @@ class Loop:
             carry, given = layer(carry, wholes if self.ahead else coming, at(others, number))
             if not self.ahead:
                 return (carry, [], []), given
-            return (carry, coming, put(made, given, number)), []
+            (mine, on_host), _ = _by_memory(given)
+            return (carry, coming, put(made, mine, number)), on_host
 
         carry = values_of(env, self.carry)
         if not self.ahead:
@@ -138,10 +159,13 @@ class Loop:
         first = jax.make_jaxpr(lambda *state: layer(*state)[1])(carry, wholes, at(others, 0))
         kinds: list[Any] = list(first.out_avals)
         # Filled in place: what the loop and the last layer give is not joined, which would copy it.
-        made = [zeros(x, self.length) for x in kinds]
-        state, _ = self.scan(step, (carry, wholes, made), range(last))
-        (carry, _, made), _ = step(state, last, is_last=True)
-        return [*carry, *made]
+        (here, _), are_here = _by_memory(kinds)
+        made = [zeros(x, self.length) for x in here]
+        state, stacks_on_host = self.scan(step, (carry, wholes, made), range(last))
+        (carry, _, made), lasts = step(state, last, is_last=True)
+        both = zip(stacks_on_host or [None] * len(lasts), lasts, strict=True)
+        there = [HostStack(self.length, stack, x) for stack, x in both]
+        return [*carry, *join(made, there, [are_here])[0]]
 
     def scan(self, step: Any, state: Any, numbers: range) -> tuple[Any, list[Any]]:
         """Carry `state` through `step` over these layers."""
@@ -149,6 +173,12 @@ class Loop:
             return state, []
         order = jnp.arange(numbers.start, numbers.stop, numbers.step)
         return jax.lax.scan(step, state, order, unroll=self._unroll)
+
+
+def _by_memory(arrays: Sequence[Any]) -> tuple[tuple[list[Any], list[Any]], list[bool]]:
+    """The arrays or types on the device and those on the host; and of each whether it is on the device."""
+    flags = [not is_on_host(x) for x in arrays]
+    return (chosen(arrays, flags), chosen(arrays, [not x for x in flags])), flags
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +192,7 @@ class LoopRecord:
 
     loop: Loop
     derivative: Derivative
-    kept: list[int]
+    kept: list[Any]
     operands: list[int]
 
     @property
@@ -170,6 +200,11 @@ class LoopRecord:
         """The outputs that it takes cotangents of."""
         flags = (x for kind in self.derivative.outputs for x in kind)
         return chosen(self.loop.outputs, flags)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of what it keeps."""
+        return self.derivative.names
 
     @property
     def needed(self) -> list[Any]:
@@ -194,7 +229,7 @@ class LoopRecord:
             reductions: those of the call.
         """
         loop, active = self.loop, self.derivative.active
-        kept, operands = [arrays[i] for i in self.kept], [arrays[i] for i in self.operands]
+        kept, operands = filled(self.kept, arrays.__getitem__), [arrays[i] for i in self.operands]
         consts, others = operands[: len(loop.consts)], operands[len(loop.consts) :]
         needed, stacks = self.needed, [shards[v] for v in self.needed]
         known = dict(zip(loop.layers, loop.weights, strict=True))
@@ -212,6 +247,9 @@ class LoopRecord:
             both = zip(weights, gradients, strict=True)
             return [w.reduced(x, stacked=True) if w.waits == waiting else x for w, x in both]
 
+        def landed(gradients: Sequence[Any]) -> list[Any]:
+            return [w.landed(x) for w, x in zip(weights, gradients, strict=True)]
+
         def layer(carried: Any, sums: Any, wholes: Any, number: Any) -> Any:
             own = dict(zip(needed, wholes, strict=True))
             nothing = [None] * len(loop.carry)
@@ -223,7 +261,7 @@ class LoopRecord:
 
         def step(state: Any, number: Any) -> tuple[Any, None]:
             carried, sums, wholes, running, done, rests = state
-            done = put(done, reduced(running, waiting=True), number + 1)
+            done = put(done, landed(reduced(running, waiting=True)), number + 1)
             coming = gathered(shards_at(stacks, number - 1))
             carried, sums, own, rest = layer(carried, sums, wholes, number)
             return (carried, sums, coming, own, done, put(rests, rest, number)), None
@@ -233,13 +271,14 @@ class LoopRecord:
             carried, parts = fence(carried, shards_at(stacks, number))
             carried, sums, own, rest = layer(carried, sums, gathered(parts), number)
             carried, own = fence(carried, reduced(own, waiting=True))
-            return (carried, sums, put(done, own, number), put(rests, rest, number)), None
+            done = put(done, landed(own), number)
+            return (carried, sums, done, put(rests, rest, number)), None
 
         def start(kinds: Sequence[Any]) -> list[Any]:
             return [zeros(x, loop.length) for x in kinds]
 
         results = jax.make_jaxpr(
-            lambda xs: [w.reduced(x, stacked=True) for w, x in zip(weights, xs, strict=True)]
+            lambda xs: landed([w.reduced(x, True) for w, x in zip(weights, xs, strict=True)])
         )(chosen(self.derivative.weights, active[2])).out_avals
         done = start(results)
         rests = start([jax.typeof(x) for x in at(chosen(others, active[3]), 0)])
