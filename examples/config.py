@@ -26,6 +26,7 @@ class MeshConfig:
 class PolicyConfig:
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    offload: str = "none"  # what lies in host memory between steps
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ TYPE_NAMES = {int: "an integer", float: "a number", str: "a string"}
 MAY_BE_ZERO = ("dropout", "warmup", "weight_decay", "sample_bytes", "seed")
 FRACTIONS = ("dropout", "warmup")
 DTYPES = ("float32", "bfloat16")  # float16 would need loss scaling
+OFFLOAD = ("none", "optimizer", "all")
 
 
 @contextmanager
@@ -126,6 +128,8 @@ def read_value(section: str, key: str, kind: type, value: Any) -> Any:
         raise ConfigError(f"{shown} {TYPE_NAMES[kind]}")
     if key.endswith("_dtype") and value not in DTYPES:
         raise ConfigError(f"{shown} one of {', '.join(DTYPES)}")
+    if key == "offload" and value not in OFFLOAD:
+        raise ConfigError(f"{shown} one of {', '.join(OFFLOAD)}")
     if kind is not str and not (value >= 0 if key in MAY_BE_ZERO else value > 0):
         raise ConfigError(f"{shown} {'at least' if key in MAY_BE_ZERO else 'above'} 0")
     if key in FRACTIONS and value >= 1:

@@ -35,6 +35,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jfsdp
 
+# What lies in host memory between steps, by the name that the configuration gives it.
+OFFLOAD = {
+    "none": jfsdp.OffloadPolicy(),
+    "optimizer": jfsdp.CPUOffloadPolicy(parameters=False),
+    "all": jfsdp.CPUOffloadPolicy(),
+}
+
 
 def simulate_devices(count: int) -> None:
     """Let JAX see the CPU as `count` devices. Accelerators, where there are any, go first."""
@@ -74,6 +81,7 @@ def build_model(config: Config, mesh: Mesh) -> GPT:
             param_dtype=jnp.dtype(config.policy.param_dtype),
             reduce_dtype=jnp.dtype(config.policy.reduce_dtype),
         ),
+        offload_policy=OFFLOAD[config.policy.offload],
     )
 
 
@@ -200,7 +208,8 @@ def describe(config: Config, mesh: Mesh, data: text.Text, model: GPT) -> dict[st
         f"{data.validation.size / 1e6:.1f} MB for validation",
         "model": f"GPT, {size / 1e6:.2f} M parameters, {shape.layers} blocks, "
         f"width {shape.width}, context {shape.context} bytes",
-        "policy": f"compute in {policy.param_dtype}, reduction in {policy.reduce_dtype}",
+        "policy": f"compute in {policy.param_dtype}, reduction in {policy.reduce_dtype}"
+        + ("" if policy.offload == "none" else f", in host memory: {policy.offload}"),
     }
 
 

@@ -6,6 +6,7 @@ from jfsdp.api import register_forward_method as register_forward_method
 from jfsdp.api import shard as shard
 from jfsdp.auto import auto_partitioning as auto_partitioning
 from jfsdp.batch import shard_batch as shard_batch
+from jfsdp.budget import offload_by_budget as offload_by_budget
 from jfsdp.comm import AllGather as AllGather
 from jfsdp.comm import Comm as Comm
 from jfsdp.comm import Message as Message
@@ -26,6 +27,7 @@ from jfsdp.reports import plan as plan
 from jfsdp.states import init as init
 from jfsdp.states import init_optimizer as init_optimizer
 from jfsdp.states import unshard as unshard
+from jfsdp.states import update_optimizer as update_optimizer
 from jfsdp.two_stage import TwoStageAllGather as TwoStageAllGather
 
 __version__ = _version("jfsdp")
@@ -48,6 +50,7 @@ __all__ = [
     "init_optimizer",
     "inspect",
     "jit",
+    "offload_by_budget",
     "plan",
     "register_forward_method",
     "shard",
@@ -55,5 +58,6 @@ __all__ = [
     "shardings",
     "topology",
     "unshard",
+    "update_optimizer",
     "value_and_grad",
 ]

@@ -15,7 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["cuda_topology", "function_of", "let_gpus_be_absent", "scan_counts"]
+__all__ = [
+    "compute_on",
+    "cuda_topology",
+    "function_of",
+    "let_gpus_be_absent",
+    "scan_counts",
+    "scopes_of",
+]
+
+
+def compute_on(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """`jax.experimental.compute_on.compute_on` of jax 0.12.0.1, which jax 0.10.2 calls `compute_on2`."""
+    module = importlib.import_module("jax.experimental.compute_on")
+    return getattr(module, "compute_on2", module.compute_on)(function, **settings)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -28,6 +41,15 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def scopes_of(equation: Any) -> str:
+    """The scopes (`jax.named_scope`) that an equation was traced in, without those outside of its program.
+
+    Args:
+        equation: of a program; jax 0.10.2 and 0.12.0.1 keep them beside the place in the source.
+    """
+    return str(equation.source_info.name_stack)
 
 
 def function_of(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., list[Any]]:

@@ -17,7 +17,7 @@ from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
 from jfsdp.placement_asked import Answer
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.reshard import resolved
-from jfsdp.units import Unit, validate
+from jfsdp.units import Unit, check_offload, validate
 
 __all__ = ["described", "register_forward_method", "shard"]
 
@@ -73,7 +73,9 @@ def shard(
         dp_mesh_dims: which axes shard and which replicate. None: a 1-D mesh shards, a 2-D mesh
             replicates over its first axis and shards over its second.
         mp_policy: dtypes of compute, of reduction, of inputs and outputs.
-        offload_policy: only `OffloadPolicy()` in this version.
+        offload_policy: in which memory the unit's parameters, gradients and optimizer state lie:
+            `CPUOffloadPolicy()` keeps them on the host. Units may differ. Parameters in `ignored_params` stay
+            on the device.
         reshard_after_forward: True drops the gathered weights after the forward and gathers them again
             in the backward (one more all-gather, no recomputation); False keeps them (memory of the
             whole unit until the backward is through). None: True for every unit but the outermost. The
@@ -130,7 +132,6 @@ def shard(
             exist, does not divide, contradicts the parameter's own spec, or leaves out an axis that this
             does not name; `units` or `ignored_params` matches nothing. Of NNX nothing is changed then. Linen
             says what is wrong with parameters, and what matches nothing, at the first `init` or `apply`.
-        NotImplementedError: offload.
 
     Memory: parameters and moments 1/F of the whole per device, but for leaves that do not divide (see
     `jfsdp.plan`); while a unit runs, its weights whole in `param_dtype`. From the forward to the backward
@@ -187,9 +188,11 @@ def shard(
             f"Got {described(module)}."
         )
     dp = resolve_mesh(mesh, dp_mesh_dims)
+    check_offload(offload_policy, dp.mesh)
     unit = Unit(
         dp=dp,
         mp_policy=mp_policy,
+        offload_policy=offload_policy,
         reshard_after_forward=resolved(reshard_after_forward, dp),
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jfsdp import region as regions
 from jfsdp.layout import lay, named_sharding, spec_of, to_spec
 from jfsdp.mesh import DataParallelMesh
+from jfsdp.offload import to_device
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
 from jfsdp.units import Unit, is_array
@@ -91,6 +92,7 @@ def whole(value: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
             f"{type(unit.all_gather).__name__}, which auto partitioning cannot call: XLA's gather would give "
             "other weights. Call the unit outside of jfsdp.auto_partitioning()."
         )
+    value = to_device(value)
     how = unit.gathering(placement, value)
     if not jnp.issubdtype(how.dtype, jnp.inexact):
         return _gather(value, placement, unit.dp, how)

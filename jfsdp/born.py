@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jfsdp.inspect.topology import is_absent
 from jfsdp.layout import lay, named_sharding
 from jfsdp.mesh import AnyMesh, with_axis_types
+from jfsdp.offload import memory_kind_of
 from jfsdp.units import is_array
 
 __all__ = ["born_sharded", "program"]
@@ -67,7 +68,12 @@ def _untyped(array: Any, mesh: Mesh) -> Any:
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return array
-    return jax.device_put(array, named_sharding(_auto_twin(mesh), sharding.spec, array.ndim))
+    return jax.device_put(array, _on(_auto_twin(mesh), array))
+
+
+def _on(mesh: AnyMesh, array: Any) -> NamedSharding:
+    """The sharding of an array on a mesh of other types."""
+    return named_sharding(mesh, array.sharding.spec, array.ndim, memory_kind_of(array))
 
 
 def _auto_twin(mesh: AnyMesh) -> Any:
@@ -80,8 +86,7 @@ def program(function: Callable[..., Any], abstract: Any, mesh: AnyMesh) -> Any:
     # each device's part of it only.
     auto = _auto_twin(mesh)
     shardings = [
-        None if leaf.sharding is None else named_sharding(auto, leaf.sharding.spec, leaf.ndim)
-        for leaf in jax.tree.leaves(abstract)
+        None if leaf.sharding is None else _on(auto, leaf) for leaf in jax.tree.leaves(abstract)
     ]
 
     def make(*args: Any) -> list[Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.mesh import AnyMesh, describe_mesh
+from jfsdp.offload import PINNED, UNPINNED, to_device, to_host
 
 __all__ = [
     "TILE",
@@ -41,7 +42,9 @@ def spec_of(array: Any) -> PartitionSpec | None:
     return spec if spec is not None and any(spec) else None
 
 
-def named_sharding(mesh: AnyMesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+def named_sharding(
+    mesh: AnyMesh, spec: PartitionSpec, ndim: int, memory_kind: str | None = None
+) -> NamedSharding:
     """A sharding in the form in which a compiled step returns it.
 
     jit's cache tells P("x") from P("x", None). On Auto axes XLA leaves trailing Nones out; on Explicit
@@ -49,7 +52,14 @@ def named_sharding(mesh: AnyMesh, spec: PartitionSpec, ndim: int) -> NamedShardi
     """
     if AxisType.Explicit in mesh.axis_types:
         spec = PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
-    return NamedSharding(mesh, spec)  # pyright: ignore[reportArgumentType]
+    if memory_kind is None:
+        return NamedSharding(mesh, spec)  # pyright: ignore[reportArgumentType]
+    sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
+    if sharding.memory_kind is None and isinstance(mesh, Mesh):
+        # GPUs that are not here list no memories, and jax forgets the kind on them. It keeps it on an
+        # abstract mesh; what else the step takes says for which devices it is compiled.
+        return NamedSharding(mesh.abstract_mesh, spec, memory_kind=memory_kind)
+    return sharding
 
 
 def lay(value: Any, sharding: NamedSharding) -> Any:
@@ -57,6 +67,9 @@ def lay(value: Any, sharding: NamedSharding) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, Tracer):
+        if sharding.memory_kind == UNPINNED:
+            return jax.device_put(value, sharding)
+        value = to_host(value) if sharding.memory_kind == PINNED else to_device(value)
         if sharding.mesh.are_all_axes_explicit:
             return jax.sharding.reshard(value, sharding)
         return jax.lax.with_sharding_constraint(value, sharding)
@@ -160,6 +173,8 @@ def _lies_nowhere(leaf: Any) -> bool:
 def one_mesh(who: str, leaves: Iterable[tuple[Any, Any]]) -> AnyMesh | None:
     """The mesh on which arrays lie, or None if none lies on a mesh.
 
+    What lies on the same mesh without its devices is on that mesh (see `named_sharding`).
+
     Args:
         who: the caller, for the message.
         leaves: arrays with their paths, as `jax.tree_util.tree_flatten_with_path` gives them.
@@ -173,7 +188,9 @@ def one_mesh(who: str, leaves: Iterable[tuple[Any, Any]]) -> AnyMesh | None:
         if not isinstance(sharding, NamedSharding):
             continue
         first = first or (path, sharding.mesh)
-        if sharding.mesh != first[1]:
+        if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == first[1]:
+            first = path, sharding.mesh
+        if sharding.mesh not in (first[1], first[1].abstract_mesh):
             raise ValueError(
                 f"{who}: {jax.tree_util.keystr(first[0])} lies on the mesh {_full(first[1])}, "
                 f"{jax.tree_util.keystr(path)} on {_full(sharding.mesh)}. Put all on one mesh, or call "

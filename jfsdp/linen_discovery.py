@@ -219,7 +219,10 @@ class _Found:
             auto=unit.partitioning == "auto",
         )
         override = unit.mp_policy.override(name, value)
-        return dataclasses.replace(placement, param_dtype=override)
+        placement = unit.kept(dataclasses.replace(placement, param_dtype=override))
+        for at in sorted((at for at in self.settings if path[: len(at)] == at), key=len)[::-1]:
+            placement = self.settings[at][0].kept(".".join(path[len(at) :]), placement)
+        return placement
 
     def _asked(self, path: Names, value: Any) -> tuple[Any, bool]:
         """What the innermost `shard_placement_fn` says of a parameter, and whether it is left alone.

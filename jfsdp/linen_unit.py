@@ -10,9 +10,11 @@ import jax
 
 from jfsdp import auto
 from jfsdp import region as regions
+from jfsdp.activations import names_of, naming
 from jfsdp.hidden import Shard, gathered_types
 from jfsdp.linen_lift import Arrays, LiftedCall
 from jfsdp.linen_plan import ModulePlan, Names
+from jfsdp.offload import to_device
 from jfsdp.placement import Placement
 from jfsdp.remat import refuse_gathered
 from jfsdp.schedule import call_scheduled
@@ -75,9 +77,10 @@ def call_here(
         return shard.unsharded(unit) if plan.owners[names] == path else shard
 
     values = [*leaves, *(x for x in unreduced if x is not None)]
+    named = any(names_of(u.offload_policy) for u in plan.units.values())
     if is_root:
         weights = _weights(leaves, shards, plan, path)
-        if weights:
+        if weights or named:
 
             def scheduled(values: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
                 return gathering(groups)(values)
@@ -93,10 +96,10 @@ def call_here(
     types, whole_types = gathered_types(own, unit)
     if types and unit.reshards(is_root):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves),
+            lambda leaves: regions.call_here(body, leaves, named),
             policy=refuse_gathered(types, whole_types),
         )
-    arrays, written = run(values)
+    arrays, written = run([to_device(x) for x in values])
     return arrays, written
 
 
@@ -141,12 +144,13 @@ def call_auto(call: LiftedCall, unit: Unit, owned: dict[Names, Placement], is_ro
         return auto.pin_batch(tree, unit.dp, lambda leaf: False)
 
     body = _body(call, unit, wholes, pin)
-    both = zip(call.leaves, placements, strict=True)
+    leaves = [to_device(x) for x in call.leaves]
+    both = zip(leaves, placements, strict=True)
     parameters = [(leaf, placement) for leaf, placement in both if placement is not None]
     if any(placement.dims for _, placement in parameters) and unit.reshards(is_root):
-        arrays, written = auto.call_gathered_again(body, call.leaves, parameters, unit)
+        arrays, written = auto.call_gathered_again(body, leaves, parameters, unit)
     else:
-        arrays, written = body(call.leaves)
+        arrays, written = body(leaves)
     return arrays, written
 
 
@@ -165,6 +169,9 @@ def _body(
         return pin(arguments)
 
     def body(leaves: Sequence[Any]) -> regions.Rows:
-        return call.run(wholes(leaves), cast, lambda x: pin(cast_floating(x, policy.output_dtype)))
+        with naming(call.name.partition(".")[0], unit.offload_policy):
+            return call.run(
+                wholes(leaves), cast, lambda x: pin(cast_floating(x, policy.output_dtype))
+            )
 
     return body

@@ -12,9 +12,18 @@ from flax import nnx
 
 from jfsdp import auto
 from jfsdp import region as regions
+from jfsdp.activations import names_of, naming
 from jfsdp.calls import Result
 from jfsdp.hidden import Shard, gathered_types
-from jfsdp.nnx_tree import class_name, owned, placement_of, units_of_variables, walk
+from jfsdp.nnx_tree import (
+    class_name,
+    owned,
+    placement_of,
+    unit_of,
+    units_of_variables,
+    walk,
+)
+from jfsdp.offload import to_device, typed_on_device
 from jfsdp.remat import refuse_gathered
 from jfsdp.schedule import call_scheduled
 from jfsdp.units import Unit, cast_floating
@@ -141,10 +150,12 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
         outermost: no unit outside of this one has hidden the shards of what is below yet. It says when the
             parameters of all are gathered.
     """
+    units = (unit_of(node) for _, node in walk(call.objects[0]))
+    named = any(names_of(u.offload_policy) for u in units if u is not None)
     if outermost:
         _check_shards(call.objects, unit)
         weights, paths = _weights(call)
-        if weights:
+        if weights or named:
 
             def scheduled(leaves: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
                 known = {paths[index]: group for index, group in groups.items()}
@@ -156,9 +167,10 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
     shards, wholes = gathered_types(_shards(call, outermost), unit)
     if shards and unit.reshards(is_root=not _inside.get()):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves), policy=refuse_gathered(shards, wholes)
+            lambda leaves: regions.call_here(body, leaves, named),
+            policy=refuse_gathered(shards, wholes),
         )
-    return call.finish(*run(call.leaves))
+    return call.finish(*run([to_device(x) for x in call.leaves]))
 
 
 def _gathering(call: Call, unit: Unit, gathered: Mapping[str, int] | None) -> regions.Body:
@@ -216,10 +228,11 @@ def call_auto(call: Call, unit: Unit) -> Any:
 
     body = _body(call, unit, prepare, lambda tree: auto.pin_batch(tree, unit.dp, _is_node))
     placed = [(v.get_raw_value(), placement_of(v)) for v in owned(call.objects[0]).values()]
-    parameters = [(value, placement) for value, placement in placed if placement is not None]
+    parameters = [(typed_on_device(value), p) for value, p in placed if p is not None]
+    leaves = [to_device(x) for x in call.leaves]
     if any(p.dims for _, p in parameters) and unit.reshards(is_root=not _inside.get()):
-        return call.finish(*auto.call_gathered_again(body, call.leaves, parameters, unit))
-    return call.finish(*body(call.leaves))
+        return call.finish(*auto.call_gathered_again(body, leaves, parameters, unit))
+    return call.finish(*body(leaves))
 
 
 def _body(
@@ -234,7 +247,8 @@ def _body(
         args, kwargs = pin((args, kwargs))
         token = _inside.set(True)
         try:
-            result = call.method(module, *args, **kwargs)
+            with naming(class_name(module), unit.offload_policy):
+                result = call.method(module, *args, **kwargs)
         finally:
             _inside.reset(token)
         return pin(cast_floating(result, policy.output_dtype, is_leaf=_is_node))

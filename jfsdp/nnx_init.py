@@ -62,10 +62,12 @@ def _shard_abstract(abstract: nnx.Module, shard: Callable[[Any], Any]) -> AnyMes
 
 def _abstract(variable: nnx.Variable, mesh: AnyMesh) -> Any:
     placement = placement_of(variable)
-    spec = PartitionSpec() if placement is None else placement.spec
 
     def describe(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = named_sharding(mesh, spec, len(leaf.shape))
+        if placement is not None:
+            sharding = placement.sharding(mesh)
+        else:
+            sharding = named_sharding(mesh, PartitionSpec(), len(leaf.shape))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(describe, variable.get_raw_value())

@@ -74,7 +74,7 @@ def plan_of(
         if not left_alone:
             override = unit.mp_policy.override(full, variable)
             placement = dataclasses.replace(placement, param_dtype=override)
-        plan[full] = (variable, placement)
+        plan[full] = (variable, unit.kept(placement))
     return plan
 
 

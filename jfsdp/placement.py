@@ -48,6 +48,8 @@ class Placement:
         stacked_axis: the layer axis of a scanned stack, or None.
         reason: why the parameter is not sharded over its shard axes; "" if it is.
         param_dtype: dtype of its gather and of the whole weight; None: the one that its unit's policy states.
+        memory_kind: the kind of host memory in which it lies; None: the device's own.
+        state_memory_kind: that of the optimizer state which lies as it does.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -61,6 +63,8 @@ class Placement:
     stacked_axis: int | None = None
     reason: str = ""
     param_dtype: Any = None
+    memory_kind: str | None = None
+    state_memory_kind: str | None = None
 
     @property
     def ignored(self) -> bool:
@@ -90,7 +94,7 @@ class Placement:
 
     def sharding(self, mesh: AnyMesh) -> NamedSharding:
         """The parameter's sharding at rest on `mesh`."""
-        return named_sharding(mesh, self.spec, len(self.shape))
+        return named_sharding(mesh, self.spec, len(self.shape), self.memory_kind)
 
     def at_rest_only(self, dp: DataParallelMesh) -> tuple[str, ...]:
         """The data-parallel axes of a parameter left alone, over which it is gathered as it enters."""

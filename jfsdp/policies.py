@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -146,14 +146,64 @@ class OffloadPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep a unit's shards, gradients and optimizer state in host memory.
+    """Keep a unit's shards, their gradients and their optimizer state in host memory.
+
+    A shard is copied to the device just before its gather, forward and backward, and its reduced gradient
+    back. `jfsdp.update_optimizer`, and `nnx.Optimizer.update` for NNX, do the optimizer's step.
 
     Args:
-        pin_memory: use page-locked host memory (`pinned_host`), which copies faster and cannot be
-            swapped out; otherwise `unpinned_host`.
+        pin_memory: use page-locked host memory (`pinned_host`), which copies faster and cannot be swapped
+            out; otherwise `unpinned_host`, on CPU only: compilers for TPUs refuse it. jax leaves that kind
+            out of the types of traced arrays: a step has to name it by `out_shardings=jfsdp.shardings(...)`,
+            or to be compiled by `jfsdp.jit`.
+        parameters: the shards and their gradients.
+        optimizer_state: moments and whatever else lies as the parameters. Without `parameters` these stay on
+            the device, and only the state comes and goes.
+        activations: names given by `jax.ad_checkpoint.checkpoint_name` in the forward of the unit. What has
+            one of them waits for the backward in pinned host memory.
 
-    Reference: PyTorch FSDP2, `CPUOffloadPolicy`. In this version `jfsdp.shard` raises
-    NotImplementedError for it rather than leave the shards on the device.
+    Raises:
+        TypeError: a field is of the wrong type.
+        ValueError: nothing is to be kept on the host.
+
+    Cost, for P parameters of s bytes, F shards and K bytes of state a parameter: the device keeps none of
+    P * (s + K)/F. Each step moves P * s/F to the device for every gather, and P * s/F back; the optimizer's
+    step P * (2 s + K)/F to the device, P * s/F more for a global norm, and P * (s + K)/F back, or nothing if
+    it is done on the host. With `partitioning="auto"`, and of units whose weights no schedule gathers (tied
+    ones, those that are called twice), the shards are on the device throughout the step.
+
+    Reference: PyTorch FSDP2, `CPUOffloadPolicy`, which has `pin_memory` only.
+
+    Example:
+        >>> CPUOffloadPolicy().memory_kind, CPUOffloadPolicy(pin_memory=False).memory_kind
+        ('pinned_host', 'unpinned_host')
     """
 
     pin_memory: bool = True
+    parameters: bool = dataclasses.field(default=True, kw_only=True)
+    optimizer_state: bool = dataclasses.field(default=True, kw_only=True)
+    activations: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        for field in ("pin_memory", "parameters", "optimizer_state"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"CPUOffloadPolicy.{field} must be True or False, got {getattr(self, field)!r}."
+                )
+        names = (self.activations,) if isinstance(self.activations, str) else self.activations
+        if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                "CPUOffloadPolicy.activations takes names that jax.ad_checkpoint.checkpoint_name gives, got "
+                f"{self.activations!r}."
+            )
+        object.__setattr__(self, "activations", tuple(names))
+        if not (self.parameters or self.optimizer_state or self.activations):
+            raise ValueError(
+                "CPUOffloadPolicy(parameters=False, optimizer_state=False) without activations keeps nothing "
+                "on the host. Pass OffloadPolicy()."
+            )
+
+    @property
+    def memory_kind(self) -> str:
+        """The kind of host memory, as jax calls it."""
+        return "pinned_host" if self.pin_memory else "unpinned_host"

@@ -81,6 +81,7 @@ class Reductions:
 
     def _land(self) -> None:
         for (v, layer), gradient in self._running.items():
+            gradient = self._weights[v].landed(gradient)
             if layer is not None:
                 stack = self._done[v]
                 gradient = jax.lax.dynamic_update_index_in_dim(stack, gradient, layer, 0)

@@ -20,13 +20,16 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex
 from jax.sharding import AxisType, PartitionSpec
 
+from jfsdp.activations import values_in
 from jfsdp.borders import Row
 from jfsdp.explicit import enter, mesh_at_hand
 from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import DataParallelMesh
-from jfsdp.pullback import is_floating
+from jfsdp.offload import to_device, to_host
+from jfsdp.pullback import is_floating, waiting
 from jfsdp.remat import keep_recomputed_gathers
 from jfsdp.varying import zeros
 
@@ -161,10 +164,15 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
     def record(values: Sequence[jax.Array], tape: Tape) -> tuple[Rows, list[jax.Array]]:
         def local(values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
             rows, residuals = tape.record(body, values)
-            return averaged(rows), [r[None] for r in residuals]
+            places = {id(x): index for index, x in enumerate(values)}
+            tape.entered = [places.get(id(r)) for r in residuals]
+            own = zip(residuals, tape.entered, strict=True)
+            return averaged(rows), [r[None] for r, index in own if index is None]
 
         out_specs = (region.out_specs, region.dp.batch_spec)
-        return region.map(local, list(region.in_specs), out_specs)(list(values))
+        rows, made = region.map(local, list(region.in_specs), out_specs)(list(values))
+        others = iter(made)
+        return rows, [next(others) if i is None else values[i] for i in tape.entered]
 
     def replay(residuals: list[jax.Array], rows: Rows, tape: Tape) -> list[jax.Array]:
         def local(kept: tuple[list[jax.Array], Rows]) -> list[jax.Array]:
@@ -172,7 +180,8 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
                 [share(c, spec) for c in row]
                 for spec, row in zip(region.out_specs, kept[1], strict=True)
             )
-            gradients = tape.replay([r[0] for r in kept[0]], shares)
+            both = zip(kept[0], tape.entered, strict=True)
+            gradients = tape.replay([r[0] if i is None else r for r, i in both], shares)
             return [summed(i, g) for i, g in zip(tape.wanted, gradients, strict=True)]
 
         def share(cotangent: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -183,7 +192,9 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
             axes = () if region.reduced[index] else region.copies(region.in_specs[index])
             return jax.lax.psum(gradient, axes) if axes else gradient
 
-        in_specs = (region.dp.batch_spec, region.out_specs)
+        batch = region.dp.batch_spec
+        residual_specs = [batch if i is None else region.in_specs[i] for i in tape.entered]
+        in_specs = (residual_specs, region.out_specs)
         out_specs = [region.in_specs[index] for index in tape.wanted]
         return region.map(local, in_specs, out_specs)((residuals, rows))
 
@@ -191,14 +202,20 @@ def call(body: Body, leaves: Sequence[jax.Array], region: Region) -> Rows:
     return differentiated_inside(run, record, replay, entering)
 
 
-def call_here(body: Body, leaves: Sequence[jax.Array]) -> Rows:
-    """Call `body` where we are, its differentiation inside. See `call`."""
+def call_here(body: Body, leaves: Sequence[jax.Array], named: bool = False) -> Rows:
+    """Call `body` where we are, its differentiation inside. See `call`.
+
+    Args:
+        body: takes the leaves and returns rows.
+        leaves: arrays of any dtype.
+        named: whether units in it keep what they name on the host.
+    """
 
     def record(values: Sequence[jax.Array], tape: Tape) -> tuple[Rows, list[jax.Array]]:
-        return tape.record(body, values)
+        return tape.record_named(body, values) if named else tape.record(body, values)
 
     def replay(residuals: list[jax.Array], rows: Rows, tape: Tape) -> list[jax.Array]:
-        return tape.replay(residuals, rows)
+        return tape.replay_named(residuals, rows) if named else tape.replay(residuals, rows)
 
     return differentiated_inside(body, record, replay, leaves)
 
@@ -270,6 +287,8 @@ class Tape:
         """Which leaves are differentiated."""
         self.present: tuple[list[bool], ...] = ()
         """Which results have a cotangent that is not known to be zero."""
+        self.entered: list[int | None] = []
+        """Which residuals are leaves themselves, that need no other place than they have; of a region."""
         self.program: Any = None
         """What else the forward pass leaves to the backward pass."""
 
@@ -291,6 +310,32 @@ class Tape:
             for pair in zip(floating, others, strict=True)
         )
         return rows, residuals
+
+    def record_named(self, body: Body, values: Sequence[jax.Array]) -> tuple[Rows, list[jax.Array]]:
+        """As `record`; what a unit's policy names goes to the host."""
+        treedefs: list[Any] = []
+
+        def forward(values: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            rows, residuals = self.record(body, values)
+            flat, treedef = jax.tree.flatten(rows)
+            treedefs[:] = [treedef]
+            return flat, residuals
+
+        closed = jax.make_jaxpr(forward)(list(values))
+        (treedef,) = treedefs
+        residuals = closed.jaxpr.outvars[treedef.num_leaves :]
+        self._places, self._on_host = waiting(residuals, values_in(closed.jaxpr))
+        flat = jex.jaxpr_as_fun(closed)(*values)
+        kept: dict[int, jax.Array] = {}
+        for place, x in zip(self._places, flat[treedef.num_leaves :], strict=True):
+            kept.setdefault(place, x if self._on_host[place] is None else to_host(x))
+        return jax.tree.unflatten(treedef, flat[: treedef.num_leaves]), list(kept.values())
+
+    def replay_named(self, kept: list[jax.Array], present: Rows) -> list[jax.Array]:
+        """As `replay`, of what `record_named` keeps."""
+        both = zip(kept, self._on_host, strict=True)
+        kept = [x if value is None else to_device(x) for x, value in both]
+        return self.replay([kept[place] for place in self._places], present)
 
     def replay(self, residuals: list[jax.Array], present: Rows) -> list[jax.Array]:
         """Run the backward pass; `present` has the cotangents that are not known to be zero."""

@@ -24,7 +24,9 @@ from typing import Any
 import jax
 
 from jfsdp import region as regions
+from jfsdp.activations import check_kept, check_names, values_in
 from jfsdp.layers import values_of
+from jfsdp.offload import moved_like, to_device, typed_on_device
 from jfsdp.opened import opened
 from jfsdp.pieces import cut, layers_of, misused
 from jfsdp.pullback import add, is_floating, is_variable
@@ -92,7 +94,9 @@ class _Program:
         self, body: Scheduled, values: Sequence[Any], managed: Mapping[int, Weight]
     ) -> set[int]:
         """Trace the forward with the managed weights whole; the groups with which that cannot be done."""
-        types, lengths = list(values), []
+        # What is gathered by others would go through their remats, where XLA for TPUs would compute with host
+        # memory: it comes to the device as it is.
+        types, lengths = [typed_on_device(x) for x in values], []
         for index, weight in managed.items():
             types[index] = weight.whole_type(values[index])
 
@@ -126,7 +130,7 @@ class _Program:
             made = piece.run([env[v] for v in piece.inputs])
             return dict(zip(piece.outputs, made, strict=True))
 
-        return self._forward(values, shards, visit, dict)[0]
+        return self._forward(values, shards, visit, dict, Kept())[0]
 
     def record(self, values: Sequence[Any], wanted: Sequence[int]) -> tuple[regions.Rows, list]:
         """The results, and what `replay` needs."""
@@ -140,15 +144,18 @@ class _Program:
                 check_reducible(weight.how)
         shards = {v: w.taken(values[w.index]) for v, w in self.weights.items()}
         dropped = {v for v, w in self.weights.items() if w.again}
-        kept = Kept()
+        kept = Kept(on_tpu=any(w.how.staged for w in self.weights.values()))
+        named = values_in(self.jaxpr) if check_names(self.jaxpr) else None
         self.records: dict[int, Record | LoopRecord] = {}
 
         def visit(number: int, env: dict[Any, Any]) -> dict[Any, Any]:
             piece = self.pieces[number]
             if number in self.loops:
-                made, found = self.loops[number].record(env, shards, active, dropped, kept.add)
+                made, found = self.loops[number].record(
+                    env, shards, active, dropped, kept.add, named
+                )
             else:
-                made, found = record(piece, env, active, dropped, kept.add)
+                made, found = record(piece, env, active, dropped, kept.add, named)
             if found is not None:
                 self.records[number] = found
                 active.update(found.outputs)
@@ -158,11 +165,16 @@ class _Program:
             """What the backward pass gathers first, as far as the forward has come."""
             return self._parts(Ahead(self._needs(), self.prefetch).start(), shards, last=True)
 
-        rows, first = self._forward(values, shards, visit, again)
+        rows, first = self._forward(values, shards, visit, again, kept)
+        if named is not None:
+            differentiated = [e for n in self.records for e in self.pieces[n].equations]
+            check_kept(differentiated, set().union(*(x.names for x in self.records.values())))
         self.first = {v: kept.add(x) for v, x in first.items()}
         needed = [v for _, new in self._needs() for v in new]
         self.kept_shards = {
-            v: kept.add(shards[v]) for v in needed if v not in first or v in self.stacked
+            v: kept.add(shards[v])
+            for v in needed
+            if v not in first or v in self.stacked or self.weights[v].late
         }
         return rows, kept.arrays
 
@@ -182,6 +194,7 @@ class _Program:
         shards: Mapping[Any, Any],
         visit: Callable[[int, dict[Any, Any]], dict[Any, Any]],
         again: Callable[[], dict[Any, Any]],
+        kept: Kept,
     ) -> tuple[regions.Rows, dict[Any, Any]]:
         """Run all pieces; the results, and what `again` gives, tied to what comes behind the last unit.
 
@@ -190,12 +203,12 @@ class _Program:
         """
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         both = zip(self.jaxpr.invars, values, strict=True)
-        env.update((v, x) for v, x in both if v not in self.weights)
+        env.update((v, to_device(x)) for v, x in both if v not in self.weights)
         made: set[Any] = set()
         ahead = Ahead(
             [(n, piece.first) for n, piece in enumerate(self.pieces) if piece.first], self.prefetch
         )
-        env.update(self._whole(self._parts(ahead.start(), shards, last=False)))
+        env.update(self._whole(self._parts(ahead.start(), shards, last=False), shards))
         dropped = [any(self.weights[v].again for v in piece.first) for piece in self.pieces]
         tail, first = len(dropped) - [*reversed(dropped), True].index(True), {}
         for number, piece in enumerate(self.pieces):
@@ -205,9 +218,12 @@ class _Program:
                 live = [v for v in piece.inputs if v in made and is_floating(v.aval)]
                 whole = [v for v in piece.first if v in env]
                 first = again() if number == tail else first
-                tied, parts, first = fence([env[v] for v in (*live, *whole)], parts, first)
+                tied, parts, first, gone = fence(
+                    [env[v] for v in (*live, *whole)], parts, first, kept.leaving()
+                )
+                kept.tie(gone)
                 env.update(zip((*live, *whole), tied, strict=True))
-                env.update(self._whole(parts))
+                env.update(self._whole(parts, shards))
             new = visit(number, env)
             made.update(new)
             env.update(new)
@@ -217,9 +233,11 @@ class _Program:
             if is_variable(v) and v in self.weights and v not in env:
                 env[v] = self.weights[v].gathered(shards[v])
         results = values_of(env, self.jaxpr.outvars)
-        if not first:
+        gone = kept.leaving(all_of_them=True)
+        if not first or gone:
             floating = {i: x for i, x in enumerate(results) if is_floating(x)}
-            floating, first = fence(floating, again())
+            floating, first, gone = fence(floating, first or again(), gone)
+            kept.tie(gone)
             results = [floating.get(i, x) for i, x in enumerate(results)]
         left = iter(results)
         return tuple([next(left) for _ in range(length)] for length in self.lengths), first
@@ -227,17 +245,22 @@ class _Program:
     def _parts(
         self, coming: Iterable[Any], shards: Mapping[Any, Any], last: bool
     ) -> dict[Any, Any]:
-        """What to gather of these weights: of stacked ones the first or the last layer."""
+        """What to gather of these weights behind a fence: of stacked ones the first or the last layer."""
         return {
-            v: jax.lax.index_in_dim(shards[v], -1 if last else 0, keepdims=False)
+            v: to_device(jax.lax.index_in_dim(shards[v], -1 if last else 0, keepdims=False))
             if v in self.stacked
-            else shards[v]
+            else self.weights[v].ticket(shards[v])
             for v in coming
             if v not in self.stacked or self.prefetch
         }
 
-    def _whole(self, parts: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {v: self.weights[v].gathered(x, v in self.stacked) for v, x in parts.items()}
+    def _whole(self, parts: Mapping[Any, Any], shards: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {
+            v: self.weights[v].gathered(x, stacked=True)
+            if v in self.stacked
+            else self.weights[v].gathered(self.weights[v].admitted(shards.get(v), x))
+            for v, x in parts.items()
+        }
 
     # ----------------------------------------------------------------------------------------------
     # Backward
@@ -250,7 +273,7 @@ class _Program:
                 add(sums, v, cotangent)
         shards = {v: kept[place] for v, place in self.kept_shards.items()}
         ahead = Ahead(self._needs(), self.prefetch)
-        wholes = self._whole({v: kept[place] for v, place in self.first.items()})
+        wholes = self._whole({v: kept[place] for v, place in self.first.items()}, shards)
         reductions = Reductions(self.weights)
         for number in sorted(self.records, reverse=True):
             record, piece = self.records[number], self.pieces[number]
@@ -265,9 +288,9 @@ class _Program:
                 coming = ahead.after(number) if number in ahead else ()
                 parts = self._parts(coming, shards, last=True)
                 given, wholes, parts = reductions.fence(given, wholes, parts)
-                wholes.update(reductions.begin(self._whole(parts)))
+                wholes.update(reductions.begin(self._whole(parts, shards)))
             late = [v for v in record.needed if v not in wholes]  # nobody looked so far ahead
-            wholes.update(self._whole(self._parts(late, shards, last=True)))
+            wholes.update(self._whole(self._parts(late, shards, last=True), shards))
             if isinstance(record, LoopRecord):
                 gradients = record.backward(kept, shards, wholes, given, reductions)
             else:
@@ -295,7 +318,5 @@ class _Program:
         for index, v in enumerate(self.jaxpr.invars):
             if v not in self.weights and v in sums:
                 by_index[index] = sums[v]
-        return [
-            by_index[i] if i in by_index else zeros(kind)
-            for i, kind in zip(self.wanted, self.types, strict=True)
-        ]
+        both = zip(self.wanted, self.types, strict=True)
+        return [moved_like(by_index[i], kind) if i in by_index else zeros(kind) for i, kind in both]

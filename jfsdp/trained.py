@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jfsdp.hidden import Shard
 from jfsdp.losses import Input
 from jfsdp.mesh import DataParallelMesh
+from jfsdp.offload import is_on_host, to_device, to_host
 from jfsdp.unshard import Gathering, reduce
 
 __all__ = ["Trained"]
@@ -25,7 +26,15 @@ class Trained:
         self._shape: tuple[int, ...] = value.shape
         if one.shard is None:  # no unit's: every device has all of it
             axes, kind = dp.larger_than_one(dp.axes), value.dtype
-            self._how = Gathering(one.path, kind, (), axes, param_dtype=kind, reduce_dtype=kind)
+            self._how = Gathering(
+                one.path,
+                kind,
+                (),
+                axes,
+                param_dtype=kind,
+                reduce_dtype=kind,
+                on_host=is_on_host(value),
+            )
         else:
             unit, placement = one.shard
             self._how = unit.gathering(placement, value)
@@ -40,7 +49,7 @@ class Trained:
 
     def point(self, value: jax.Array, accumulated: jax.Array) -> jax.Array:
         """The array that the loss is differentiated by: of the shape and dtype to accumulate in."""
-        return accumulated if self._whole else value.astype(self._accumulated_in)
+        return accumulated if self._whole else to_device(value).astype(self._accumulated_in)
 
     def held(self, value: jax.Array, point: jax.Array) -> Any:
         """What the loss finds in place of the parameter."""
@@ -52,8 +61,8 @@ class Trained:
         return Shard(point, placement, partial=True)
 
     def reduced(self, accumulated: jax.Array, factor: jax.Array | None) -> jax.Array:
-        """The gradient as it leaves, of the parameter's dtype."""
-        how = dataclasses.replace(self._how, dtype=self._reduced_in)
+        """The gradient as it leaves, of the parameter's dtype and in its memory."""
+        how = dataclasses.replace(self._how, dtype=self._reduced_in, on_host=False)
         if not self._whole:  # what is left is the sum over copies
             how = dataclasses.replace(how, dims=())
         elif how.headroom != 1:  # `unshard` has multiplied each by it, and `reduce` does once more
@@ -61,4 +70,5 @@ class Trained:
         gradient = reduce(accumulated, how) if how.dims or how.summed_axes else accumulated
         if factor is not None:
             gradient = gradient * factor.astype(gradient.dtype)
-        return gradient.astype(self._dtype)
+        gradient = gradient.astype(self._dtype)
+        return to_host(gradient) if self._how.on_host else gradient

@@ -13,13 +13,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jfsdp.comm import AllGather, ReduceScatter
-from jfsdp.mesh import DataParallelMesh
+from jfsdp.inspect.target import first_device
+from jfsdp.mesh import AnyMesh, DataParallelMesh
+from jfsdp.offload import PINNED, UNPINNED, is_on_host
 from jfsdp.placement import Placement
 from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, headroom
 from jfsdp.reshard import Reshard, check_reshard
 from jfsdp.unshard import Gathering
 
-__all__ = ["Group", "Unit", "cast_floating", "validate"]
+__all__ = ["Group", "Unit", "cast_floating", "check_offload", "validate"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Unit:
         state_specs: the data-parallel specs of non-parameter state, by Variable type (NNX) or by
             collection or dotted path (Linen).
         prefetch: how many units ahead the weights of the units inside are gathered.
+        offload_policy: in which memory its parameters, their gradients and state, and named values lie.
         group: what it shares with the other modules of a list that is one unit; None for one module.
 
     A unit is part of its module's structure, which jit hashes: hence tuples instead of dicts.
@@ -59,6 +62,7 @@ class Unit:
     out_specs: tuple[Any, tuple[PartitionSpec | str, ...]] | None = None
     state_specs: tuple[tuple[Any, PartitionSpec], ...] = ()
     prefetch: int = 1
+    offload_policy: OffloadPolicy = OffloadPolicy()
     group: Group | None = None
 
     def reshards(self, is_root: bool) -> bool:
@@ -98,6 +102,18 @@ class Unit:
             once=tuple(sorted(sharded.difference(kept))) if isinstance(kept, tuple) else (),
             headroom=headroom(reduce_dtype, self.dp.size_of((*sharded, *copies))),
             reducible=policy.reduce_dtype is not None or not eight_bit,
+            on_host=is_on_host(shard),
+        )
+
+    def kept(self, placement: Placement) -> Placement:
+        """The placement of a parameter of this unit, in the memory that its policy states."""
+        policy = self.offload_policy
+        if placement.ignored or not isinstance(policy, CPUOffloadPolicy):
+            return placement
+        return dataclasses.replace(
+            placement,
+            memory_kind=policy.memory_kind if policy.parameters else None,
+            state_memory_kind=policy.memory_kind if policy.optimizer_state else None,
         )
 
     def gathered_types(self, how: Gathering, shard: Any) -> list[jax.ShapeDtypeStruct]:
@@ -197,6 +213,28 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
+def check_offload(policy: OffloadPolicy, mesh: AnyMesh) -> None:
+    """Check that programs for the devices of a mesh can take arrays from the memory that a policy names.
+
+    Raises:
+        ValueError: they cannot; the kinds that there are are named.
+    """
+    device = first_device(mesh)
+    if device is None or not isinstance(policy, CPUOffloadPolicy):
+        return
+    kind = policy.memory_kind if policy.parameters or policy.optimizer_state else PINNED
+    # Devices that are not here may list none.
+    legal = [memory.kind for memory in device.addressable_memories()] or ["device", PINNED]
+    if device.platform != "cpu":
+        legal = [name for name in legal if name != UNPINNED]
+    if kind not in legal:
+        raise ValueError(
+            f"{policy}: programs for {getattr(device, 'device_kind', device)} take no arrays from memory "
+            f"of the kind {kind!r}. Kinds that they take: {', '.join(legal)}."
+            + (" Pass CPUOffloadPolicy(pin_memory=True)." if PINNED in legal else "")
+        )
+
+
 def validate(
     *,
     mp_policy: Any,
@@ -213,15 +251,9 @@ def validate(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an unknown partitioning, or one that cannot keep what another argument promises.
-        NotImplementedError: offload is not in this version.
     """
     _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     _check_type("offload_policy", offload_policy, OffloadPolicy)
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError(
-            "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp; it is "
-            "refused rather than ignored. Pass OffloadPolicy()."
-        )
     check_reshard(reshard_after_forward)
     if all_gather is not None:
         _check_type("all_gather", all_gather, AllGather)
@@ -240,7 +272,18 @@ def validate(
     if partitioning not in ("manual", "auto"):
         raise ValueError(f'partitioning must be "manual" or "auto", got {partitioning!r}.')
     if partitioning == "auto":
+        _refuse_activations_in_auto(offload_policy)
         _refuse_in_auto(mp_policy, reshard_after_forward, all_gather, reduce_scatter)
+
+
+def _refuse_activations_in_auto(policy: OffloadPolicy) -> None:
+    if isinstance(policy, CPUOffloadPolicy) and policy.activations:
+        raise ValueError(
+            'partitioning="auto" cannot promise offload_policy=CPUOffloadPolicy(activations='
+            f"{policy.activations!r}): there jax keeps for the backward pass what it likes. Use "
+            'partitioning="manual", or a remat of your own with policy=jax.checkpoint_policies.'
+            "save_and_offload_only_these_names(...)."
+        )
 
 
 def _refuse_in_auto(

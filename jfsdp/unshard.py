@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.hooks import all_gather_by, reduce_scatter_by
 from jfsdp.layout import TILE, Dims, to_spec
+from jfsdp.offload import to_device, to_host
 from jfsdp.remat import KEPT
 from jfsdp.varying import is_tracked, varying_over
 
@@ -52,6 +53,7 @@ class Gathering:
         headroom: what the local gradient is multiplied by before it is cast, and the reduced one divided by.
         reducible: whether the policy says in which dtype to reduce. Of 8-bit floats it has to.
         partial: whether the reduction stops before the sum over `summed_axes`, which is done later.
+        on_host: whether the shard lies in host memory, where the reduced gradient then goes.
     """
 
     path: str
@@ -68,6 +70,7 @@ class Gathering:
     headroom: float = 1.0
     reducible: bool = True
     partial: bool = False
+    on_host: bool = False
 
     def stages(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """The axes of each scatter, in order; the gathers run the other way."""
@@ -172,7 +175,8 @@ def _reduce(how: Gathering, gradient: jax.Array) -> jax.Array:
             gradient = jax.lax.psum(gradient, how.summed_axes)
         if how.headroom != 1:
             gradient = gradient / how.headroom
-        return gradient.astype(how.dtype)
+        gradient = gradient.astype(how.dtype)
+        return to_host(gradient) if how.on_host else gradient
 
 
 _unshard.defvjp(_unshard_forward, _unshard_backward)
@@ -245,6 +249,7 @@ def _gather(how: Gathering, shard: jax.Array) -> jax.Array:
 
 def _gather_here(how: Gathering, shard: jax.Array) -> jax.Array:
     with jax.named_scope(f"{GATHER}[{how.path}]"):
+        shard = to_device(shard)
         whole = shard.astype(how.param_dtype) if shard.dtype != how.param_dtype else shard
         for dim, axes in how.dims:
             whole = _gather_dim(how, whole, dim, axes)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jfsdp.offload import is_on_host, to_host
+
 __all__ = ["is_tracked", "varying_axes", "varying_over", "zeros"]
 
 
@@ -28,5 +30,6 @@ def varying_over(array: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def zeros(kind: Any, *stacked: int) -> jax.Array:
-    """Zeros of an array's type (`jax.typeof`), or a stack of such, which differ among devices as it does."""
-    return varying_over(jnp.zeros((*stacked, *kind.shape), kind.dtype), varying_axes(kind))
+    """Zeros of an array's type (`jax.typeof`), or a stack of such: of its memory, varying as it does."""
+    made = varying_over(jnp.zeros((*stacked, *kind.shape), kind.dtype), varying_axes(kind))
+    return to_host(made) if is_on_host(kind) else made

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jfsdp.offload import copied_at, to_host
 from jfsdp.remat import KEPT
 from jfsdp.unshard import Gathering, gather, reduce, to_reduce
-from jfsdp.varying import varying_axes
+from jfsdp.varying import varying_axes, varying_over
 
 __all__ = ["Ahead", "Weight", "fence"]
 
@@ -45,6 +47,24 @@ class Weight:
         """
         return self.whole_gradient is None and not self.how.staged
 
+    @property
+    def late(self) -> bool:
+        """Whether its shard comes from the host by an index that has passed a fence, instead of itself.
+
+        XLA for TPUs copies what a barrier takes from the host before that barrier: all shards at the start.
+        """
+        return self.how.on_host and self.how.staged and not self.how.once
+
+    def ticket(self, shard: jax.Array) -> jax.Array:
+        """What has to pass a fence for this shard: itself, or the index that it is copied by."""
+        if not self.late:
+            return shard
+        return varying_over(jnp.zeros((), jnp.int32), varying_axes(jax.typeof(shard)))
+
+    def admitted(self, shard: Any, ticket: jax.Array) -> jax.Array:
+        """The shard, which is copied to the device, if at all, once its ticket has passed."""
+        return copied_at(shard, ticket) if self.late else ticket
+
     def taken(self, shard: jax.Array) -> jax.Array:
         """What the gathers of both passes take: the shard, or what stays of the weight between them."""
         if not self.how.once:
@@ -61,11 +81,20 @@ class Weight:
         return jax.eval_shape(lambda x: gather(x, how), shard)
 
     def reduced(self, gradient: jax.Array, stacked: bool = False) -> jax.Array:
-        """A whole local gradient as the gradient of its leaf; likewise."""
+        """A whole local gradient, reduced; likewise. A layer's is on the device still, see `landed`."""
         how = self._of(stacked)
+        how = dataclasses.replace(how, on_host=how.on_host and not stacked)
         if self.whole_gradient is None:
             return reduce(gradient, how)
         return to_reduce(gradient, dataclasses.replace(how, reduce_dtype=self.gradient_dtype))
+
+    def landed(self, gradient: jax.Array) -> jax.Array:
+        """A reduced gradient in the memory in which its leaf lies.
+
+        A layer's goes to the host behind the barrier that ends its reduction: XLA for TPUs crashes where it
+        has to put what passed a barrier in host memory into a stack there (v5e, jax 0.12.0.1).
+        """
+        return to_host(gradient) if self.how.on_host and self.whole_gradient is None else gradient
 
     def _of(self, stacked: bool) -> Gathering:
         if not stacked:

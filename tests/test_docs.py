@@ -36,7 +36,7 @@ def test_examples_of_the_module_run(name):
         "DataParallelMeshDims",
         "MixedPrecisionPolicy",
         *("auto_partitioning", "init", "init_optimizer", "inspect"),
-        *("shard", "shard_batch", "shardings", "unshard"),
+        *("offload_by_budget", "shard", "shard_batch", "shardings", "unshard"),
     ],
 )
 def test_main_names_have_an_example_that_runs(name):

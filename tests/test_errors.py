@@ -54,12 +54,6 @@ SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {"offload_policy": None},
         "offload_policy must be a jfsdp.OffloadPolicy, got None.",
     ),
-    "offload": (
-        NotImplementedError,
-        {"offload_policy": jfsdp.CPUOffloadPolicy()},
-        "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp; it is refused "
-        "rather than ignored. Pass OffloadPolicy().",
-    ),
     "ignored_params": (
         TypeError,
         {"ignored_params": 3},

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 for needed in ("grain", "matplotlib", "rich"):
     pytest.importorskip(needed, reason="the `examples` extra is not installed")
@@ -77,6 +79,10 @@ CONFIG_ERRORS = {
         "policy.param_dtype=bf16",
         "[policy] param_dtype = 'bf16' must be one of float32, bfloat16",
     ),
+    "offload": (
+        "policy.offload=host",
+        "[policy] offload = 'host' must be one of none, optimizer, all",
+    ),
     "heads": ("model.heads=3", "[model] width = 256 does not divide over 3 heads; use 255 or 258"),
     "batch": (
         "train.batch_size=30",
@@ -137,6 +143,20 @@ def test_mesh_that_is_not_the_devices_is_an_error(train_lm):
 def test_overrides_take_both_spellings(train_lm):
     config = train_lm.read_config(str(TINY), ["train.steps=20", "--train.prompt=class A"])
     assert (config.train.steps, config.train.prompt) == (20, "class A")
+
+
+def test_offload_is_the_policys(train_lm):
+    assert {name: type(policy).__name__ for name, policy in train_lm.OFFLOAD.items()} == {
+        "none": "OffloadPolicy",
+        "optimizer": "CPUOffloadPolicy",
+        "all": "CPUOffloadPolicy",
+    }
+    config = train_lm.read_config(
+        str(TINY), ["model.width=16", "model.heads=1", "policy.offload=all"]
+    )
+    model = train_lm.build_model(config, train_lm.make_mesh(config.mesh))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))}
+    assert kinds == {"pinned_host"}
 
 
 def test_integer_is_taken_for_a_number(train_lm):

@@ -83,11 +83,6 @@ def test_what_is_no_module_is_refused(value):
 
 SETTINGS: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "mp_policy": (TypeError, {"mp_policy": "bfloat16"}, "mp_policy must be a jfsdp.Mixed"),
-    "offload": (
-        NotImplementedError,
-        {"offload_policy": jfsdp.CPUOffloadPolicy()},
-        "offload_policy=CPUOffloadPolicy() is not implemented in this version of jfsdp",
-    ),
     "promises in auto": (
         ValueError,
         {

@@ -40,7 +40,43 @@ def test_offload_policy_has_no_fields():
 
 
 def test_cpu_offload_policy_pins_memory_by_default():
-    assert defaults(jfsdp.CPUOffloadPolicy) == {"pin_memory": True}
+    assert defaults(jfsdp.CPUOffloadPolicy) == {
+        "pin_memory": True,
+        "parameters": True,
+        "optimizer_state": True,
+        "activations": (),
+    }
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"pin_memory": "host"}, "CPUOffloadPolicy.pin_memory must be True or False, got 'host'."),
+        ({"parameters": 1}, "CPUOffloadPolicy.parameters must be True or False, got 1."),
+        ({"optimizer_state": None}, "CPUOffloadPolicy.optimizer_state must be True or False, got None."),
+        (
+            {"activations": 3},
+            "CPUOffloadPolicy.activations takes names that jax.ad_checkpoint.checkpoint_name gives, got 3.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_cpu_offload_policy_of_the_wrong_type_is_refused(given, text):
+    with pytest.raises(TypeError) as error:
+        jfsdp.CPUOffloadPolicy(**given)
+    assert str(error.value) == text
+
+
+def test_a_cpu_offload_policy_that_keeps_nothing_on_the_host_is_refused():
+    with pytest.raises(ValueError) as error:
+        jfsdp.CPUOffloadPolicy(parameters=False, optimizer_state=False)
+    assert str(error.value) == (
+        "CPUOffloadPolicy(parameters=False, optimizer_state=False) without activations keeps nothing on the "
+        "host. Pass OffloadPolicy()."
+    )
+
+
+def test_one_name_of_activations_is_a_tuple_of_one():
+    assert jfsdp.CPUOffloadPolicy(activations="block").activations == ("block",)
 
 
 def test_cpu_offload_policy_is_an_offload_policy():

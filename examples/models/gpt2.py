@@ -13,7 +13,7 @@ from flax import nnx
 from losses import next_token_loss
 from transformer import Block, Embed, call_layers, scan_layers, stack_layers
 
-__all__ = ["GPT2", "GPT2Config", "gpt2_124m", "next_token_loss"]
+__all__ = ["GPT2", "GPT2Config", "gpt2_124m", "gpt3_6_7b", "next_token_loss"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,13 @@ class GPT2(nnx.Module):
 def gpt2_124m(*, rngs: nnx.Rngs, scan: bool = False, remat: bool = False) -> GPT2:
     """124,439,808 parameters."""
     return GPT2(GPT2Config(scan=scan, remat=remat), rngs=rngs)
+
+
+def gpt3_6_7b(*, rngs: nnx.Rngs, scan: bool = False, remat: bool = True) -> GPT2:
+    """The 6.7B of Brown et al., Language Models are Few-Shot Learners, 2020 (table 2.1), all attention dense.
+
+    With a vocabulary of 50257 rounded up to a multiple of 128: over 4 chips XLA for TPUs would all-reduce the
+    gradient of the embedding (v5e:2x2, jax 0.12.0.1).
+    """
+    sizes = {"vocabulary": 50304, "width": 4096, "layers": 32, "heads": 32, "context": 2048}
+    return GPT2(GPT2Config(**sizes, scan=scan, remat=remat), rngs=rngs)
