@@ -437,7 +437,7 @@ def built(zoo: Any, config: dict[str, Any]) -> tuple[Any, nnx.Module]:
 
 
 def test_there_are_configs():
-    assert len(CONFIGS) == 7
+    assert len(CONFIGS) == 9
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ there, and run, smaller, on 8 simulated CPU devices. Measures, per device and st
 
      1  bytes gathered, of the least                 7  peak memory, of the hand-written step's
      2  bytes reduce-scattered, of the least         8  bytes moved beside matmuls: no less than there
-     3  bytes summed over replicas, of the least     9  offload: not in this version
+     3  bytes summed over replicas, of the least     9  offload: tests/test_offload_compiled.py
      4  share of bytes in the policy's dtype        10  time of a step, of the hand-written one's
      5  number of collectives as written            11  host time of a call, of raw jax.jit's
      6  bytes at rest, of the least                 12  size of the program, and time to compile
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         print(readme(results))
         return 0
     if 9 in options.only:
-        print("9  offload: not in this version")
+        print("9  offload: gated by tests/test_offload_compiled.py, on v5e:2x4 and h100:8")
     failed = 0
     for row in rows(options):
         there = results.get(row.key)

@@ -14,7 +14,7 @@ MODELS = ("nnx-unrolled", "nnx-scan", "linen-unrolled", "linen-scan")
 TARGETS = ("v5e:2x4", "h100:8", "cpu")
 MESHES = ("S8", "R2xS4")
 JOBS = {**dict.fromkeys((1, 2, 3, 4, 5, 6, 7, 8, 12), "compile"), 10: "time", 11: "host"}
-"""Which job gives a measure. 9, offload, is not in this version."""
+"""Which job gives a measure. 9, offload, is gated by tests/test_offload_compiled.py."""
 
 HERE = pathlib.Path(__file__).parent
 
