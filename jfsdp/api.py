@@ -14,10 +14,11 @@ from jfsdp.borders import freeze_out_specs, freeze_specs
 from jfsdp.comm import AllGather, ReduceScatter
 from jfsdp.linen_plan import Settings
 from jfsdp.mesh import AnyMesh, DataParallelMeshDims, resolve_mesh
+from jfsdp.offload import check_offload
 from jfsdp.placement_asked import Answer
 from jfsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from jfsdp.reshard import resolved
-from jfsdp.units import Unit, check_offload, validate
+from jfsdp.units import Unit, validate
 
 __all__ = ["described", "register_forward_method", "shard"]
 

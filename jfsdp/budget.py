@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,11 +16,11 @@ from jfsdp import linen, linen_plan, nnx_tree
 from jfsdp.layout import axes_of_entry
 from jfsdp.mesh import AnyMesh
 from jfsdp.nnx_parameters import move
-from jfsdp.offload import PINNED, UNPINNED
+from jfsdp.offload import PINNED, UNPINNED, check_offload
 from jfsdp.optimizer import names_of, owner_of, spec_in_shape
-from jfsdp.placement import Placement
+from jfsdp.placement import Placement, itemsize
 from jfsdp.policies import CPUOffloadPolicy
-from jfsdp.units import check_offload, is_array
+from jfsdp.units import is_array
 
 __all__ = ["Item", "offload_by_budget", "to_offload"]
 
@@ -235,7 +234,7 @@ def _state_bytes(
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, bare)):
         names = tuple(map(str, names_of(path)))
         owner = owner_of(names, paths)
-        size = math.prod(leaf.shape) * _itemsize(leaf.dtype)
+        size = math.prod(leaf.shape) * itemsize(leaf.dtype)
         placement = None if owner is None else placements[paths[owner]]
         spec = placement and spec_in_shape(placement.spec, placement.shape, leaf.shape)
         if owner is None or spec is None:
@@ -252,8 +251,4 @@ def _bytes_of(leaf: Any) -> int:
         return 0
     sharding = getattr(leaf, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(tuple(leaf.shape))
-    return math.prod(shape) * _itemsize(leaf.dtype)
-
-
-def _itemsize(dtype: Any) -> int:
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+    return math.prod(shape) * itemsize(leaf.dtype)

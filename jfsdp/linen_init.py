@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,8 +18,7 @@ from jfsdp.linen_discovery import discover, discover_alone
 from jfsdp.linen_plan import PARAMS, ModulePlan, Names, record, state_spec
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
 from jfsdp.offload import PINNED, to_host
-from jfsdp.optimizer import lies_as, names_of, shardings_like
-from jfsdp.placement import Placement
+from jfsdp.optimizer import describe, is_of_optax, shardings_like
 from jfsdp.units import Unit
 
 __all__ = ["describe_state", "initialize", "initialize_inside", "taking_care"]
@@ -159,32 +158,13 @@ def describe_state(abstract: Any, plans: list[ModulePlan]) -> tuple[Any, AnyMesh
     (mesh,) = meshes
     placed = [item for plan in plans for item in plan.placements.items()]
     parameters = [(path, placement.shape, placement.spec) for path, placement in placed]
-
-    kinds = iter(_memory_kinds(abstract, dict(placed)))
-
-    def describe(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        lies = named_sharding(mesh, sharding.spec, len(leaf.shape), next(kinds))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies, weak_type=leaf.weak_type)
-
-    return jax.tree.map(describe, abstract, shardings_like(abstract, parameters, mesh)), mesh
-
-
-def _memory_kinds(abstract: Any, placements: Mapping[Names, Placement]) -> list[str | None]:
-    """The kind of host memory of each array of a train state; None for the device's own."""
-
-    def is_state(node: Any) -> bool:
-        return type(node).__module__.partition(".")[0] == "optax"
-
-    kinds: list[str | None] = []
-    nodes = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=is_state)[0]
-    for path, node in nodes:
-        for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]:
-            names = names_of((*path, *inner))
-            ends = (names[start:] for start in range(len(names)))
-            placement = next((placements[end] for end in ends if end in placements), None)
-            if placement is None or not lies_as(placement.shape, leaf.shape):
-                kinds.append(None)
-            else:
-                of_state = placement.state_memory_kind
-                kinds.append(of_state if is_state(node) else placement.memory_kind)
-    return kinds
+    kinds = {path: placement.memory_kind for path, placement in placed}
+    state_kinds = {path: placement.state_memory_kind for path, placement in placed}
+    shardings = jax.tree.map(
+        lambda node, own, of_state: of_state if is_of_optax(node) else own,
+        abstract,
+        shardings_like(abstract, parameters, mesh, kinds),
+        shardings_like(abstract, parameters, mesh, state_kinds),
+        is_leaf=is_of_optax,
+    )
+    return jax.tree.map(describe, abstract, shardings), mesh

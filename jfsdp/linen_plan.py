@@ -13,6 +13,7 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 from jax.sharding import PartitionSpec
 
+from jfsdp.optimizer import is_of_optax
 from jfsdp.placement import Placement
 from jfsdp.plan import PlanRow, plan_row
 from jfsdp.promises import Kind
@@ -251,7 +252,7 @@ def plan_of(module: FSDPModule) -> ModulePlan:
 
 def kind_of_argument(node: Any, plan: ModulePlan) -> Kind | None:
     """What the arrays of a node of a step's arguments are for, as `promises.arguments` asks."""
-    if type(node).__module__.partition(".")[0] == "optax":
+    if is_of_optax(node):
         return "optimizer"
     if isinstance(node, Mapping):
         shapes = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in named_leaves(node)}

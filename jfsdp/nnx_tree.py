@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jfsdp.mesh import AnyMesh, DataParallelMesh, describe_mesh
+from jfsdp.optimizer import is_of_optax
 from jfsdp.placement import Placement
 from jfsdp.plan import PlanRow, plan_row
 from jfsdp.promises import Kind
@@ -138,7 +139,7 @@ def kind_of_argument(node: Any) -> Kind | None:
     """What the arrays of a node of a step's arguments are for, as `promises.arguments` asks."""
     if isinstance(node, nnx.Param):
         return "parameters"
-    if isinstance(node, nnx.OptState) or type(node).__module__.partition(".")[0] == "optax":
+    if isinstance(node, nnx.OptState) or is_of_optax(node):
         return "optimizer"
     return "rest" if isinstance(node, nnx.Variable) else None
 

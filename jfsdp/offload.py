@@ -23,11 +23,15 @@ import jax
 from jax.core import ShapedArray
 
 from jfsdp._compat import compute_on
+from jfsdp.inspect.target import first_device
+from jfsdp.mesh import AnyMesh
+from jfsdp.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = [
     "HOST_KINDS",
     "PINNED",
     "UNPINNED",
+    "check_offload",
     "copied_at",
     "is_on_host",
     "memory_kind_of",
@@ -42,6 +46,28 @@ Space = jax.memory.Space
 
 HOST_KINDS = PINNED, UNPINNED = "pinned_host", "unpinned_host"
 """The kinds of host memory, by the names that jax gives them."""
+
+
+def check_offload(policy: OffloadPolicy, mesh: AnyMesh) -> None:
+    """Check that programs for the devices of a mesh can take arrays from the memory that a policy names.
+
+    Raises:
+        ValueError: they cannot; the kinds that there are are named.
+    """
+    device = first_device(mesh)
+    if device is None or not isinstance(policy, CPUOffloadPolicy):
+        return
+    kind = policy.memory_kind if policy.parameters or policy.optimizer_state else PINNED
+    # Devices that are not here may list none.
+    legal = [memory.kind for memory in device.addressable_memories()] or ["device", PINNED]
+    if device.platform != "cpu":
+        legal = [name for name in legal if name != UNPINNED]
+    if kind not in legal:
+        raise ValueError(
+            f"{policy}: programs for {getattr(device, 'device_kind', device)} take no arrays from memory "
+            f"of the kind {kind!r}. Kinds that they take: {', '.join(legal)}."
+            + (" Pass CPUOffloadPolicy(pin_memory=True)." if PINNED in legal else "")
+        )
 
 
 def memory_kind_of(value: Any) -> str | None:
@@ -69,8 +95,8 @@ def to_host(value: Any) -> Any:
 
 
 def moved_like(value: Any, kind: Any) -> Any:
-    """An array in the memory of another one, or of a type."""
-    return to_host(value) if is_on_host(kind) else to_device(value)
+    """An array in the memory of another one, or of a type; None: on the device."""
+    return to_host(value) if kind is not None and is_on_host(kind) else to_device(value)
 
 
 def typed_on_device(value: Any) -> Any:

@@ -25,10 +25,11 @@ from jfsdp.policies import CPUOffloadPolicy, OffloadPolicy
 __all__ = [
     "Parameter",
     "checked_axes",
+    "describe",
     "finer_spec",
     "init_like",
     "init_optimizer",
-    "lies_as",
+    "is_of_optax",
     "names_of",
     "owner_of",
     "shardings_like",
@@ -119,7 +120,7 @@ def init_like(
     if traced:
         return jax.tree.map(lay, state, shardings)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        return jax.tree.map(_described, state, shardings)
+        return jax.tree.map(describe, state, shardings)
     if not jax.tree.leaves(state):
         return state
     # By leaves: a state holds boxes and masks that no tree of shardings would match.
@@ -129,7 +130,8 @@ def init_like(
     return jax.tree.unflatten(jax.tree.structure(state), make(params))
 
 
-def _described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def describe(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """An abstract array with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
@@ -176,15 +178,15 @@ def spec_in_shape(
     spec: PartitionSpec, of: Sequence[int], shape: Sequence[int]
 ) -> PartitionSpec | None:
     """The spec of an array that is `of` with dimensions in front, or none; None for other arrays."""
-    if not lies_as(of, shape):
-        return None
-    return to_spec([()] * (len(shape) - len(of)) + [axes_of_entry(entry) for entry in spec])
-
-
-def lies_as(of: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether an array is of the shape `of` with dimensions in front, or none."""
     front = len(shape) - len(of)
-    return front >= 0 and tuple(shape[front:]) == tuple(of)
+    if front < 0 or tuple(shape[front:]) != tuple(of):
+        return None
+    return to_spec([()] * front + [axes_of_entry(entry) for entry in spec])
+
+
+def is_of_optax(node: Any) -> bool:
+    """Whether a node of a train state is optimizer state, as optax makes it."""
+    return type(node).__module__.partition(".")[0] == "optax"
 
 
 def names_of(path: Iterable[Any]) -> tuple[str, ...]:

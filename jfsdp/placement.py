@@ -25,7 +25,7 @@ from jfsdp.placement_own import (
 )
 from jfsdp.placement_rule import Entries, Leaf, by_rule, check_divides
 
-__all__ = ["IGNORED", "Placement", "place"]
+__all__ = ["IGNORED", "Placement", "itemsize", "place"]
 
 IGNORED = "ignored"
 """The reason of parameters that `ignored_params` selects."""
@@ -120,11 +120,11 @@ class Placement:
     @property
     def bytes(self) -> int:
         """Bytes of the whole parameter in storage dtype."""
-        return math.prod(self.shape) * _itemsize(self.dtype)
+        return math.prod(self.shape) * itemsize(self.dtype)
 
     def shard_bytes(self, mesh: AnyMesh) -> int:
         """Bytes of one device's shard in storage dtype."""
-        return math.prod(self.shard_shape(mesh)) * _itemsize(self.dtype)
+        return math.prod(self.shard_shape(mesh)) * itemsize(self.dtype)
 
     def dims_at_rank(self, ndim: int) -> Dims:
         """`dims`, moved to where they are in an array of `ndim` dimensions.
@@ -263,7 +263,8 @@ def _composed(leaf: Leaf, dtype: Any, dims: Dims, reason: str) -> Placement:
     )
 
 
-def _itemsize(dtype: Any) -> int:
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element; of a PRNG key those of its data."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return np.dtype(np.uint32).itemsize * 2
     return np.dtype(dtype).itemsize

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.activations import names_of
 from jfsdp.inspect import Argument, Promise, Wire
 from jfsdp.layout import Dims, axes_of_entry
 from jfsdp.placement import Placement
@@ -70,7 +71,7 @@ def _on_host(row: PlanRow, unit: Unit, placement: Placement, is_root: bool) -> d
         "shape": placement.shape,
         "memory_kind": placement.memory_kind,
         "state_memory_kind": placement.state_memory_kind,
-        "activations": getattr(unit.offload_policy, "activations", ()),
+        "activations": names_of(unit.offload_policy),
         "bytes_at_rest": size,
         "fetched": size * (1 + again) * there,
         "returned": size * trained * there,

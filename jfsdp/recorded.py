@@ -6,15 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jfsdp.activations import Value
 from jfsdp.offload import copied_at, is_on_host, to_host
 from jfsdp.pieces import Piece
 from jfsdp.pullback import Pullback, differentiable
-from jfsdp.varying import varying_axes, varying_over
-from jfsdp.weights import fence
+from jfsdp.weights import fence, index_for
 
 __all__ = ["Kept", "Record", "record"]
 
@@ -93,10 +89,7 @@ class Record:
         arrays = [kept[i] for i in self.kept]
         moved = [i for i, value in enumerate(self.pullback.on_host) if value is not None]
         if moved:
-            ticket = varying_over(
-                jnp.zeros((), jnp.int32), varying_axes(jax.typeof(arrays[moved[0]]))
-            )
-            cotangents, (ticket,) = fence(cotangents, [ticket])
+            cotangents, (ticket,) = fence(cotangents, [index_for(arrays[moved[0]])])
             for i in moved:
                 arrays[i] = copied_at(arrays[i], ticket)
         gradients = self.pullback.backward(arrays, needed, cotangents)

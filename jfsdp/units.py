@@ -13,15 +13,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jfsdp.comm import AllGather, ReduceScatter
-from jfsdp.inspect.target import first_device
-from jfsdp.mesh import AnyMesh, DataParallelMesh
-from jfsdp.offload import PINNED, UNPINNED, is_on_host
+from jfsdp.mesh import DataParallelMesh
+from jfsdp.offload import is_on_host
 from jfsdp.placement import Placement
 from jfsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, headroom
 from jfsdp.reshard import Reshard, check_reshard
 from jfsdp.unshard import Gathering
 
-__all__ = ["Group", "Unit", "cast_floating", "check_offload", "validate"]
+__all__ = ["Group", "Unit", "cast_floating", "validate"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -211,28 +210,6 @@ def is_array(value: Any) -> bool:
     """Whether `value` is an array (numpy's, traced and abstract ones included)."""
     # Not by attributes: nnx.Rngs answers to any name, "dtype" and "shape" included.
     return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
-def check_offload(policy: OffloadPolicy, mesh: AnyMesh) -> None:
-    """Check that programs for the devices of a mesh can take arrays from the memory that a policy names.
-
-    Raises:
-        ValueError: they cannot; the kinds that there are are named.
-    """
-    device = first_device(mesh)
-    if device is None or not isinstance(policy, CPUOffloadPolicy):
-        return
-    kind = policy.memory_kind if policy.parameters or policy.optimizer_state else PINNED
-    # Devices that are not here may list none.
-    legal = [memory.kind for memory in device.addressable_memories()] or ["device", PINNED]
-    if device.platform != "cpu":
-        legal = [name for name in legal if name != UNPINNED]
-    if kind not in legal:
-        raise ValueError(
-            f"{policy}: programs for {getattr(device, 'device_kind', device)} take no arrays from memory "
-            f"of the kind {kind!r}. Kinds that they take: {', '.join(legal)}."
-            + (" Pass CPUOffloadPolicy(pin_memory=True)." if PINNED in legal else "")
-        )
 
 
 def validate(

@@ -37,7 +37,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jfsdp.layout import lay
-from jfsdp.offload import UNPINNED, is_on_host
+from jfsdp.offload import UNPINNED, is_on_host, typed_on_device
 from jfsdp.optimizer import names_of, owner_of
 from jfsdp.updates_run import Run
 from jfsdp.updates_split import split
@@ -127,7 +127,7 @@ def _update(tx: Any, arrays: tuple[Any, Any, Any, Any], on: str) -> tuple[Any, A
 
     gradients = len(jax.tree.leaves(arrays[0]))
     values = [_settled(leaves[i]) if i < gradients else leaves[i] for i in traced]
-    kinds = [_on_device(jax.typeof(value)) for value in values]
+    kinds = [typed_on_device(value) for value in values]
     groups = _groups(arrays)
     with _explained(tx, state, params):
         parts = split(function, kinds, [groups[index] for index in traced])
@@ -144,10 +144,6 @@ def _update(tx: Any, arrays: tuple[Any, Any, Any, Any], on: str) -> tuple[Any, A
 def _settled(gradient: Any) -> Any:
     """A gradient that XLA does not follow to where it was made: for TPUs it cannot, through a branch."""
     return jax.lax.optimization_barrier(gradient) if is_on_host(gradient) else gradient
-
-
-def _on_device(kind: Any) -> Any:
-    return kind.update(memory_space=jax.memory.Space.Device)
 
 
 def _groups(arrays: tuple[Any, Any, Any, Any]) -> list[int | None]:

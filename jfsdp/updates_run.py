@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jfsdp.offload import is_on_host, on_host, to_device, to_host
+from jfsdp.offload import is_on_host, moved_like, on_host, to_device, to_host
 from jfsdp.pullback import is_variable
 from jfsdp.updates_split import Part, Split, makes_arrays
 from jfsdp.varying import zeros
@@ -59,7 +59,7 @@ class Run:
         self.work({v: at for v, at in both if v not in self.given})
         found = {v: self.known.get(v, self.given.get(v)) for v, _ in both}
         return [
-            _home(found[v] if is_variable(v) else v.val, at)
+            moved_like(found[v] if is_variable(v) else v.val, at)
             for v, at in zip(outputs, homes, strict=True)
         ]
 
@@ -90,7 +90,7 @@ class Run:
     def _done(self, job: _Job, results: Sequence[Any]) -> None:
         self.last = job.part.outputs
         homes = zip(self.last, results, job.homes, strict=True)
-        self.known.update((v, _home(x, at)) for v, x, at in homes)
+        self.known.update((v, moved_like(x, at)) for v, x, at in homes)
 
     def _on_host(self, part: Part) -> list[Any]:
         values = self._values(part.inputs)
@@ -132,7 +132,7 @@ def _stage(
     def stage(arrived: list[Any], near: list[Any], coming: list[Any]) -> list[Any]:
         env = dict(zip((*job.far, *job.near), (*arrived, *near), strict=True))
         made = job.part.run([env[v] for v in job.part.inputs])
-        results = [_home(x, at) for x, at in zip(made, job.homes, strict=True)]
+        results = [moved_like(x, at) for x, at in zip(made, job.homes, strict=True)]
         return [*results, *(to_device(x) for x in coming)]
 
     closed = jax.make_jaxpr(stage)(arrived, near, coming)
@@ -181,7 +181,3 @@ def _zeros(kind: Any) -> Any:
     made = zeros(kind)
     explicit = not kind.sharding.mesh.empty and kind.sharding.mesh.are_all_axes_explicit
     return jax.sharding.reshard(made, kind.sharding) if explicit else made
-
-
-def _home(value: Any, at: Any) -> Any:
-    return to_host(value) if at is not None and is_on_host(at) else to_device(value)

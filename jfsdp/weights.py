@@ -15,7 +15,7 @@ from jfsdp.remat import KEPT
 from jfsdp.unshard import Gathering, gather, reduce, to_reduce
 from jfsdp.varying import varying_axes, varying_over
 
-__all__ = ["Ahead", "Weight", "fence"]
+__all__ = ["Ahead", "Weight", "fence", "index_for"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Weight:
         """What has to pass a fence for this shard: itself, or the index that it is copied by."""
         if not self.late:
             return shard
-        return varying_over(jnp.zeros((), jnp.int32), varying_axes(jax.typeof(shard)))
+        return index_for(shard)
 
     def admitted(self, shard: Any, ticket: jax.Array) -> jax.Array:
         """The shard, which is copied to the device, if at all, once its ticket has passed."""
@@ -123,6 +123,11 @@ class Ahead:
         """When this piece may start."""
         place = self._places[number] + self._prefetch
         return self._weights[place] if place < len(self._weights) else ()
+
+
+def index_for(array: jax.Array) -> jax.Array:
+    """An int32 zero to pass a fence in place of an array from the host, which is then copied at it."""
+    return varying_over(jnp.zeros((), jnp.int32), varying_axes(jax.typeof(array)))
 
 
 def fence(*groups: Any) -> tuple[Any, ...]:

@@ -123,7 +123,8 @@ def build_job(config: JobConfig, target: str | None = None) -> Job:
     }
     loss = function(config, "[step] loss", module, config.step.loss)
     check_call(config, "[batch]", loss, config.batch, 1)
-    optimizer = _sharded_optimizer(config, model)
+    tx, update_on = _optimizer(config), config.step.update_on
+    optimizer = states.init_optimizer(tx, model, wrt=nnx.Param, update_on=update_on)
     step = train_step(loss, config.step.microbatches)
     return Job(config, mesh, model, optimizer, batch, step, notes)
 
@@ -261,14 +262,6 @@ def _offload(said: ShardConfig) -> OffloadPolicy:
         optimizer_state=said.offload in ("all", "optimizer"),
         activations=said.offload_activations,
     )
-
-
-def _sharded_optimizer(config: JobConfig, model: nnx.Module) -> nnx.Optimizer:
-    tx, update_on = _optimizer(config), config.step.update_on
-    if update_on is None:
-        return nnx.Optimizer(model, tx, wrt=nnx.Param)
-    settings: dict[str, Any] = {"update_on": update_on}
-    return states.init_optimizer(tx, model, wrt=nnx.Param, **settings)
 
 
 def _optimizer(config: JobConfig) -> optax.GradientTransformation:
