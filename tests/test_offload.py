@@ -82,23 +82,21 @@ every_case = pytest.mark.parametrize(
 )
 
 
-@every_case
-def test_gradients_of_nnx_are_bit_equal_and_lie_on_the_host(name, setting):
+def assert_the_same_on_the_host(gradients: Any, case: Any, setting: str) -> None:
     sizes, asked = SETTINGS[setting]
-    case, mesh = models.CASES[name], make_mesh(**sizes)
-    expected = nnx_gradients(case, mesh, **asked)
-    got = nnx_gradients(case, mesh, offload_policy=HOST, **asked)
+    mesh = make_mesh(**sizes)
+    expected = gradients(case, mesh, **asked)
+    got = gradients(case, mesh, offload_policy=HOST, **asked)
     assert kinds(expected) == {"device"}
     assert kinds(got[0]) == kinds(got[2]) == {"pinned_host"}
     assert_equal(got, expected)
+
+
+@every_case
+def test_gradients_of_nnx_are_bit_equal_and_lie_on_the_host(name, setting):
+    assert_the_same_on_the_host(nnx_gradients, models.CASES[name], setting)
 
 
 @every_case
 def test_gradients_of_linen_are_bit_equal_and_lie_on_the_host(name, setting):
-    sizes, asked = SETTINGS[setting]
-    case, mesh = linen_models.CASES[name], make_mesh(**sizes)
-    expected = linen_gradients(case, mesh, **asked)
-    got = linen_gradients(case, mesh, offload_policy=HOST, **asked)
-    assert kinds(expected) == {"device"}
-    assert kinds(got[0]) == kinds(got[2]) == {"pinned_host"}
-    assert_equal(got, expected)
+    assert_the_same_on_the_host(linen_gradients, linen_models.CASES[name], setting)

@@ -20,18 +20,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .collective import nbytes
+from .hlo import aliases
 
 __all__ = ["HostShare", "host_share", "is_on_host", "taken_arguments", "temporary_bytes"]
-
-_ALIAS: Final = re.compile(r"\{([\d, ]*)\}: \((\d+), ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +67,14 @@ def host_share(compiled: jax.stages.Compiled, stats: Any) -> HostShare:
     arguments, outputs = (sum(n for n, kind in each if is_on_host(kind)) for each in (taken, made))
     if not (arguments or outputs):
         return HostShare(told=False)
+    header = (compiled.as_text() or "").partition("\n")[0]
+    pairs = [(int(result or 0), n) for result, n, _ in aliases(header, "input_output_alias")]
     aliased = sum(
         made[result][0]
-        for result, argument in _aliases(compiled.as_text() or "")
+        for result, argument in pairs
         if is_on_host(taken[argument][1]) and is_on_host(made[result][1])
     )
     return HostShare(arguments, outputs, aliased, arguments, outputs, aliased, told=False)
-
-
-def _aliases(text: str) -> Iterator[tuple[int, int]]:
-    """The outputs of a program that take the place of arguments, by their numbers."""
-    header = text.partition("\n")[0].partition("input_output_alias={")[2]
-    for result, argument in _ALIAS.findall(header.partition("entry_computation_layout")[0]):
-        yield int(result or 0), int(argument)
 
 
 def taken_arguments(compiled: jax.stages.Compiled) -> list[tuple[int, str | None]]:

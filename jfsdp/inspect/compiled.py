@@ -66,25 +66,7 @@ def compiled_collectives(
     rest = "update" if "transpose(" in text else "forward"
     module = parse(text) if networks is None else as_one_machine(parse(text), networks)
     reader = _Reader(module, axis_sizes, rest, networks)
-    return list(reader.read(reader.module[reader.module.entry], _Place()))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where the walk is: inside which loops, and under which name."""
-
-    executions: int = 1
-    in_loop: bool = False
-    unknown_trips: bool = False
-    op_name: str = ""
-
-    def in_loop_of(self, trips: int | None, op_name: str) -> _Place:
-        return _Place(
-            self.executions * (1 if trips is None else trips),
-            True,
-            self.unknown_trips or trips is None,
-            op_name or self.op_name,
-        )
+    return list(reader.read(reader.module[reader.module.entry], scopes.Place()))
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,7 +83,7 @@ class _Reader:
         return Schedule(self.module)
 
     def read(
-        self, computation: Computation, place: _Place, started: frozenset[str] = frozenset()
+        self, computation: Computation, place: scopes.Place, started: frozenset[str] = frozenset()
     ) -> Iterator[Collective]:
         """The collectives of a computation; `started` are the chains that began around it."""
         chains = set(started)
@@ -130,7 +112,7 @@ class _Reader:
                     yield from self._fused(inner, nested, None)
 
     def _loop(
-        self, at: Instruction, around: Computation, place: _Place, started: frozenset[str]
+        self, at: Instruction, around: Computation, place: scopes.Place, started: frozenset[str]
     ) -> Iterator[Collective]:
         trips = trip_count(at, around, self.module)
         condition, body = self.module[at.called("condition")], self.module[at.called("body")]
@@ -140,7 +122,7 @@ class _Reader:
             yield from self.read(body, place.in_loop_of(trips, at.op_name), started)
 
     def _fused(
-        self, computation: Computation, place: _Place, overlapped: bool | None
+        self, computation: Computation, place: scopes.Place, overlapped: bool | None
     ) -> Iterator[Collective]:
         """The collectives of a fusion; `overlapped` is None if it runs at once."""
         for at in computation:
@@ -156,7 +138,7 @@ class _Reader:
     # One collective
 
     def _records(
-        self, at: Instruction, computation: Computation, place: _Place
+        self, at: Instruction, computation: Computation, place: scopes.Place
     ) -> Iterator[Collective]:
         kind = at.opcode.removesuffix("-start")
         if kind not in KINDS:
@@ -240,7 +222,7 @@ class _Reader:
         crossing = 0.0 if self.networks is None else self.networks.share(kind, groups)
         return axes or (), size, text if axes is None else "", crossing
 
-    def _leaves(self, at: Instruction, computation: Computation, place: _Place) -> list[str]:
+    def _leaves(self, at: Instruction, computation: Computation, place: scopes.Place) -> list[str]:
         """The parameter of each operand, "" where it is not known or several were packed into one."""
         merged = [scopes.leaves(name) for name in _unmerged(at.op_name)]
         if len(merged) != len(at.operands) or any(len(names) > 1 for names in merged):
@@ -288,7 +270,7 @@ class _Reader:
                 return names[0] if len(names) == 1 else ""
         return ""
 
-    def _nearest_name(self, at: Instruction, computation: Computation, place: _Place) -> str:
+    def _nearest_name(self, at: Instruction, computation: Computation, place: scopes.Place) -> str:
         """The name of the instruction, else of what it adds up by, comes from, or stands in."""
         before = (i.op_name for name in at.operands[:1] for i in upstream(name, computation))
         names = (at.op_name, self._reduction_name(at), *before, place.op_name)

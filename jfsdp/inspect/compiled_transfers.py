@@ -9,7 +9,6 @@ that touches host memory is a kernel that reads or writes it element by element 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -62,15 +61,8 @@ def compiled_transfers(text: str) -> tuple[list[Transfer], list[HostWork]]:
         return [], []
     module = parse(text)
     reader = _Reader(module, "update" if "transpose(" in text else "forward")
-    reader.read(module[module.entry], _Place())
+    reader.read(module[module.entry], scopes.Place())
     return reader.transfers, reader.work
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    executions: int = 1
-    unknown_trips: bool = False
-    op_name: str = ""
 
 
 class _Reader:
@@ -81,17 +73,13 @@ class _Reader:
         self.work: list[HostWork] = []
         self._users = Users()
 
-    def read(self, computation: Computation, place: _Place) -> None:
+    def read(self, computation: Computation, place: scopes.Place) -> None:
         """Adds what a computation moves."""
         for at in computation:
             if at.opcode == "while":
                 trips = trip_count(at, computation, self.module)
-                inside = _Place(
-                    place.executions * (1 if trips is None else trips),
-                    place.unknown_trips or trips is None,
-                    at.op_name or place.op_name,
-                )
                 if trips != 0:
+                    inside = place.in_loop_of(trips, at.op_name)
                     self.read(self.module[at.called("body")], inside)
             elif _is_host_call(at):
                 self._host_call(at, computation, place)
@@ -100,7 +88,7 @@ class _Reader:
             elif at.opcode not in _PASSING and not at.opcode.endswith("-done"):
                 self._instruction(at, computation, place)
 
-    def _most(self, branches: Sequence[Computation], place: _Place) -> None:
+    def _most(self, branches: Sequence[Computation], place: scopes.Place) -> None:
         """Adds what the branch moves that moves most, and what any of them computes."""
         each = [_Reader(self.module, self.phase_of_rest) for _ in branches]
         for reader, computation in zip(each, branches, strict=True):
@@ -114,7 +102,7 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------
     # One instruction
 
-    def _instruction(self, at: Instruction, computation: Computation, place: _Place) -> None:
+    def _instruction(self, at: Instruction, computation: Computation, place: scopes.Place) -> None:
         given, made = _given(at, computation), _made(at)
         if not any(array.space == _HOST for array in (*given, *made)):
             return
@@ -148,7 +136,7 @@ class _Reader:
         for inner in self.module[called]:
             yield from self._inside(inner, self.module[called])
 
-    def _host_call(self, at: Instruction, computation: Computation, place: _Place) -> None:
+    def _host_call(self, at: Instruction, computation: Computation, place: scopes.Place) -> None:
         if at.opcode.endswith("-done"):
             return
         given, made = _given(at, computation), _made(at)
@@ -188,7 +176,7 @@ class _Reader:
         target: Side,
         at: Instruction,
         computation: Computation,
-        place: _Place,
+        place: scopes.Place,
     ) -> None:
         transfer = Transfer(
             source,
@@ -202,7 +190,9 @@ class _Reader:
         )
         self.transfers.append(transfer)
 
-    def _phase(self, target: Side, at: Instruction, computation: Computation, place: _Place) -> str:
+    def _phase(
+        self, target: Side, at: Instruction, computation: Computation, place: scopes.Place
+    ) -> str:
         """That of its name; else of what uses it on the device, of what made it there; else of the loop."""
         user = self._users.name(at, computation)
         before = [i.op_name for i in upstream(at.name, computation, 4)]

@@ -14,7 +14,7 @@ from typing import Final
 
 from .collective import xla_dtype_name
 
-__all__ = ["Array", "Computation", "Instruction", "Module", "parse", "trip_count"]
+__all__ = ["Array", "Computation", "Instruction", "Module", "aliases", "parse", "trip_count"]
 
 _HEAD: Final = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _INSTRUCTION: Final = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -22,6 +22,7 @@ _OPCODE: Final = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY: Final = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _ESCAPED: Final = re.compile(rb"\\([0-7]{3}|.)")
 _NAME: Final = re.compile(r"%?([\w.\-]+)\s*$")
+_ALIAS: Final = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -288,3 +289,9 @@ def _step(body: Computation, index: int, module: Module) -> int | None:
 def _integer(constant: Instruction) -> int | None:
     digits = constant.operand_text.removeprefix("-").isdigit()
     return int(constant.operand_text) if digits else None
+
+
+def aliases(text: str, key: str) -> list[tuple[str, int, str]]:
+    """Index of a result, number and index of the operand in whose place it is: "key={ {1}: (0, {}) }"."""
+    pairs = text.partition(f"{key}={{")[2].partition("entry_computation_layout")[0]
+    return [(result, int(number), index) for result, number, index in _ALIAS.findall(pairs)]

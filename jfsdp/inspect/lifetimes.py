@@ -9,16 +9,14 @@ instruction overwrites.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from .arrays import Array, Kind, Tree, element, leaves, new_arrays
-from .hlo import Computation, Instruction, Module
+from .hlo import Computation, Instruction, Module, aliases
 
 __all__ = ["Place", "places_at_peak"]
 
-_ALIAS: Final = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _IN_PLACE: Final = ("add", "dynamic-update-slice", "multiply", "scatter", "select", "subtract")
 _MATMULS: Final = ("convolution", "dot")
 _SAME_ARRAY: Final = ("bitcast", "optimization-barrier", "domain", "add-dependency", "async-update")
@@ -152,10 +150,9 @@ class _Walk:
                 one.same_as = other
 
     def _alias(self, text: str, key: str, results: Tree, operands: Mapping[int, Tree]) -> None:
-        """Unites the results and operands of a list such as "key={ {1}: (0, {}), {2}: (3, {1}) }"."""
-        pairs = text.partition(f"{key}={{")[2].partition("entry_computation_layout")[0]
-        for result, number, index in _ALIAS.findall(pairs):
-            self._unite(element(results, result), element(operands[int(number)], index))
+        """Unites the results and operands of a list of aliases."""
+        for result, number, index in aliases(text, key):
+            self._unite(element(results, result), element(operands[number], index))
 
 
 class Place:

@@ -7,10 +7,11 @@ after compilation carry these names; compilers drop some.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Final
+from typing import Final, Self
 
-__all__ = ["leaves", "microbatches", "phase", "role", "written_kind"]
+__all__ = ["Place", "leaves", "microbatches", "phase", "role", "written_kind"]
 
 _LEAF: Final = re.compile(r"jfsdp_(?:gather|reduce)\[([^\]]*)\]")
 _MICROBATCHES: Final = re.compile(r"jfsdp_microbatches\[(\d+),(every|last)\]")
@@ -23,6 +24,26 @@ _PRIMITIVES: Final = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a walk through a program is: inside which loops, and under which name."""
+
+    executions: int = 1
+    in_loop: bool = False
+    unknown_trips: bool = False
+    op_name: str = ""
+
+    def in_loop_of(self, trips: int | None, op_name: str) -> Self:
+        """The place inside a loop of so many iterations; None if that cannot be read: it counts once."""
+        return dataclasses.replace(
+            self,
+            executions=self.executions * (1 if trips is None else trips),
+            in_loop=True,
+            unknown_trips=self.unknown_trips or trips is None,
+            op_name=op_name or self.op_name,
+        )
 
 
 def phase(op_name: str) -> str:

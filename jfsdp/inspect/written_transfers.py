@@ -47,11 +47,10 @@ def written_transfers(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    executions: int = 1
-    unknown_trips: bool = False
+class _Place(scopes.Place):
+    """With whether shapes are those of one device's parts."""
+
     manual: bool = False
-    name: str = ""
 
 
 class _Reader:
@@ -65,8 +64,8 @@ class _Reader:
         """Adds what a jaxpr moves."""
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         for eqn in jaxpr.eqns:
-            name = f"{place.name}/{eqn.source_info.name_stack}"
-            inside = dataclasses.replace(place, name=name)
+            name = f"{place.op_name}/{eqn.source_info.name_stack}"
+            inside = dataclasses.replace(place, op_name=name)
             kind = eqn.primitive.name
             if kind == "device_put":
                 for source, result, target in zip(
@@ -78,10 +77,9 @@ class _Reader:
                 self._host_work(eqn, inside)
             else:
                 if kind == "scan":
-                    times = place.executions * eqn.params["length"]
-                    inside = dataclasses.replace(inside, executions=times)
+                    inside = inside.in_loop_of(eqn.params["length"], name)
                 elif kind == "while":
-                    inside = dataclasses.replace(inside, unknown_trips=True)
+                    inside = inside.in_loop_of(None, name)
                 elif kind == "shard_map":
                     inside = dataclasses.replace(inside, manual=True)
                 inner = list(_inner(eqn.params.values()))
@@ -105,7 +103,7 @@ class _Reader:
         to = _side(target)
         if to is None or to == source:
             return
-        phase = scopes.phase(place.name) or self.phase_of_rest
+        phase = scopes.phase(place.op_name) or self.phase_of_rest
         dtype, shape = np.dtype(array.dtype).name, self._on_one_device(array.shape, place)
         self.transfers.append(
             Transfer(source, to, dtype, shape, place.executions, place.unknown_trips, phase)
@@ -120,7 +118,7 @@ class _Reader:
             for array in arrays
             if getattr(array, "memory_space", None) == jax.memory.Space.Host
         )
-        self.work.append(HostWork("host", "", place.name, float(size), asked=True))
+        self.work.append(HostWork("host", "", place.op_name, float(size), asked=True))
 
     def _on_one_device(self, shape: tuple[int, ...], place: _Place) -> tuple[int, ...]:
         return shape if place.manual else self.shares.get(shape, shape)
