@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from jfsdp import region as regions
+from jfsdp import tape as tapes
 from jfsdp.layout import lay, named_sharding, spec_of, to_spec
 from jfsdp.mesh import DataParallelMesh
 from jfsdp.offload import to_device
@@ -149,11 +149,11 @@ def _refuse_reduction(placement: Placement, unit: Unit) -> None:
 
 
 def call_gathered_again(
-    body: regions.Body,
+    body: tapes.Body,
     leaves: Sequence[Any],
     parameters: Sequence[tuple[Any, Placement]],
     unit: Unit,
-) -> regions.Rows:
+) -> tapes.Rows:
     """Call `body` so that no whole weight is kept for the backward pass.
 
     Args:
@@ -182,13 +182,13 @@ def call_gathered_again(
     traced, shapes = jax.make_jaxpr(body, return_shape=True)(leaves)
     treedef = jax.tree.structure(shapes)
 
-    def run(leaves: Sequence[Any]) -> regions.Rows:
+    def run(leaves: Sequence[Any]) -> tapes.Rows:
         return jax.tree.unflatten(treedef, jaxpr_as_fun(traced)(*jax.tree.leaves(leaves)))
 
-    # This policy would overrule that of a remat inside, unless differentiated inside: see `region`. It is
+    # This policy would overrule that of a remat inside, unless differentiated inside: see `tape`. It is
     # not always, because the price is forward mode.
     inside = _holds_remat(traced.jaxpr)
-    function = (lambda leaves: regions.call_here(run, leaves)) if inside else run
+    function = (lambda leaves: tapes.call_here(run, leaves)) if inside else run
     return jax.checkpoint(function, policy=saveable)(leaves)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jfsdp import region as regions
 from jfsdp.borders import RULE, Row, is_spec
 from jfsdp.explicit import leave
+from jfsdp.tape import Rows
 from jfsdp.units import is_array
 
 __all__ = [
@@ -80,7 +81,7 @@ def through_region(
     order: list[tuple[int, int]] = []
     count: list[int] = []
 
-    def sorted_body(leaves: Sequence[Any]) -> regions.Rows:
+    def sorted_body(leaves: Sequence[Any]) -> Rows:
         arrays, states, kinds = body(leaves)
         rows, order[:] = sorted_into(region.rows, [*arrays, *states], kinds)
         count[:] = [len(arrays)]
@@ -95,13 +96,13 @@ def through_region(
 
 def sorted_into(
     rows: Sequence[Row], values: Iterable[Any], kinds: Iterable[Row]
-) -> tuple[regions.Rows, list[tuple[int, int]]]:
+) -> tuple[Rows, list[tuple[int, int]]]:
     """Sort values by how they leave a region.
 
     Returns:
         One list for each of `rows`, and for each value the list and the place in it where it is.
     """
-    found: regions.Rows = tuple([] for _ in rows)
+    found: Rows = tuple([] for _ in rows)
     order = []
     for value, kind in zip(values, kinds, strict=True):
         index = rows.index(kind)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jfsdp import auto
-from jfsdp import region as regions
+from jfsdp import tape as tapes
 from jfsdp.activations import names_of, naming
 from jfsdp.hidden import Shard, gathered_types
 from jfsdp.linen_lift import Arrays, LiftedCall
@@ -54,7 +54,7 @@ def call_here(
             )
     unreduced = [None if found is None else found[1].whole_gradient for found in shards]
 
-    def gathering(groups: Mapping[int, int]) -> regions.Body:
+    def gathering(groups: Mapping[int, int]) -> tapes.Body:
         def wholes(values: Sequence[Any]) -> list[Any]:
             further = iter(values[len(shards) :])
             gradients = [None if x is None else next(further) for x in unreduced]
@@ -82,7 +82,7 @@ def call_here(
         weights = _weights(leaves, shards, plan, path)
         if weights or named:
 
-            def scheduled(values: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
+            def scheduled(values: Sequence[Any], groups: Mapping[int, int]) -> tapes.Rows:
                 return gathering(groups)(values)
 
             arrays, written = call_scheduled(scheduled, values, weights, prefetch=unit.prefetch)
@@ -96,7 +96,7 @@ def call_here(
     types, whole_types = gathered_types(own, unit)
     if types and unit.reshards(is_root):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves, named),
+            lambda leaves: tapes.call_here(body, leaves, named),
             policy=refuse_gathered(types, whole_types),
         )
     arrays, written = run([to_device(x) for x in values])
@@ -159,7 +159,7 @@ def _body(
     unit: Unit,
     wholes: Callable[[Sequence[Any]], list[Any]],
     pin: Callable[[Any], Any],
-) -> regions.Body:
+) -> tapes.Body:
     """The forward with casts, as a function of arrays, of which `wholes` makes whole weights."""
     policy = unit.mp_policy
 
@@ -168,7 +168,7 @@ def _body(
             arguments = cast_floating(arguments, policy.param_dtype)
         return pin(arguments)
 
-    def body(leaves: Sequence[Any]) -> regions.Rows:
+    def body(leaves: Sequence[Any]) -> tapes.Rows:
         with naming(call.name.partition(".")[0], unit.offload_policy):
             return call.run(
                 wholes(leaves), cast, lambda x: pin(cast_floating(x, policy.output_dtype))

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jfsdp import auto
-from jfsdp import region as regions
+from jfsdp import tape as tapes
 from jfsdp.activations import names_of, naming
 from jfsdp.calls import Result
 from jfsdp.hidden import Shard, gathered_types
@@ -157,7 +157,7 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
         weights, paths = _weights(call)
         if weights or named:
 
-            def scheduled(leaves: Sequence[Any], groups: Mapping[int, int]) -> regions.Rows:
+            def scheduled(leaves: Sequence[Any], groups: Mapping[int, int]) -> tapes.Rows:
                 known = {paths[index]: group for index, group in groups.items()}
                 return _gathering(call, unit, known)(leaves)
 
@@ -167,13 +167,13 @@ def call_here(call: Call, unit: Unit, outermost: bool) -> Any:
     shards, wholes = gathered_types(_shards(call, outermost), unit)
     if shards and unit.reshards(is_root=not _inside.get()):
         run = jax.checkpoint(
-            lambda leaves: regions.call_here(body, leaves, named),
+            lambda leaves: tapes.call_here(body, leaves, named),
             policy=refuse_gathered(shards, wholes),
         )
     return call.finish(*run([to_device(x) for x in call.leaves]))
 
 
-def _gathering(call: Call, unit: Unit, gathered: Mapping[str, int] | None) -> regions.Body:
+def _gathering(call: Call, unit: Unit, gathered: Mapping[str, int] | None) -> tapes.Body:
     """The forward, its unit's parameters whole.
 
     Args:
@@ -237,7 +237,7 @@ def call_auto(call: Call, unit: Unit) -> Any:
 
 def _body(
     call: Call, unit: Unit, prepare: Callable[..., None], pin: Callable[[Any], Any]
-) -> regions.Body:
+) -> tapes.Body:
     """The forward with casts, as a function of arrays."""
     policy = unit.mp_policy
 
@@ -253,7 +253,7 @@ def _body(
             _inside.reset(token)
         return pin(cast_floating(result, policy.output_dtype, is_leaf=_is_node))
 
-    def body(leaves: Sequence[Any]) -> regions.Rows:
+    def body(leaves: Sequence[Any]) -> tapes.Rows:
         arrays, states = call.trace(leaves, prepare, invoke)
         return [x for _, x in arrays], [x for _, x in states]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jfsdp import region as regions
+from jfsdp import tape as tapes
 from jfsdp.activations import check_kept, check_names, values_in
 from jfsdp.layers import values_of
 from jfsdp.offload import moved_like, to_device, typed_on_device
@@ -39,13 +39,13 @@ from jfsdp.weights import Ahead, Weight, fence
 
 __all__ = ["Scheduled", "call_scheduled"]
 
-Scheduled = Callable[[Sequence[Any], Mapping[int, int]], regions.Rows]
+Scheduled = Callable[[Sequence[Any], Mapping[int, int]], tapes.Rows]
 """A forward as a function of leaves. Those in the second argument, with their groups, are whole."""
 
 
 def call_scheduled(
     body: Scheduled, leaves: Sequence[Any], weights: Sequence[Weight], prefetch: int
-) -> regions.Rows:
+) -> tapes.Rows:
     """Call `body`, the weights of each unit whole for as long as it needs them.
 
     Args:
@@ -55,21 +55,21 @@ def call_scheduled(
         prefetch: how many units ahead to gather.
     """
 
-    def run(values: Sequence[Any]) -> regions.Rows:
+    def run(values: Sequence[Any]) -> tapes.Rows:
         return _Program(body, values, weights, prefetch).run(values)
 
-    def record(values: Sequence[Any], tape: regions.Tape) -> tuple[regions.Rows, list[Any]]:
+    def record(values: Sequence[Any], tape: tapes.Tape) -> tuple[tapes.Rows, list[Any]]:
         tape.program = _Program(body, values, weights, prefetch)
         return tape.program.record(values, tape.wanted)
 
-    def replay(residuals: list[Any], rows: regions.Rows, tape: regions.Tape) -> list[Any]:
+    def replay(residuals: list[Any], rows: tapes.Rows, tape: tapes.Tape) -> list[Any]:
         cotangents: list[Any] = []
         for known, row in zip(tape.present, rows, strict=True):
             values = iter(row)
             cotangents += [next(values) if is_known else None for is_known in known]
         return tape.program.replay(residuals, cotangents)
 
-    return regions.differentiated_inside(run, record, replay, leaves)
+    return tapes.differentiated_inside(run, record, replay, leaves)
 
 
 class _Program:
@@ -119,7 +119,7 @@ class _Program:
     # ----------------------------------------------------------------------------------------------
     # Forward
 
-    def run(self, values: Sequence[Any]) -> regions.Rows:
+    def run(self, values: Sequence[Any]) -> tapes.Rows:
         """The results, of shards and other leaves."""
         shards = {v: w.taken(values[w.index]) for v, w in self.weights.items()}
 
@@ -132,7 +132,7 @@ class _Program:
 
         return self._forward(values, shards, visit, dict, Kept())[0]
 
-    def record(self, values: Sequence[Any], wanted: Sequence[int]) -> tuple[regions.Rows, list]:
+    def record(self, values: Sequence[Any], wanted: Sequence[int]) -> tuple[tapes.Rows, list]:
         """The results, and what `replay` needs."""
         self.wanted = list(wanted)
         self.types = [jax.typeof(values[i]) for i in wanted]
@@ -195,7 +195,7 @@ class _Program:
         visit: Callable[[int, dict[Any, Any]], dict[Any, Any]],
         again: Callable[[], dict[Any, Any]],
         kept: Kept,
-    ) -> tuple[regions.Rows, dict[Any, Any]]:
+    ) -> tuple[tapes.Rows, dict[Any, Any]]:
         """Run all pieces; the results, and what `again` gives, tied to what comes behind the last unit.
 
         The backward's first gathers may then run beside that and the loss. Tied to nothing they would be
